@@ -40,31 +40,36 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions, WalOptions, WhenBusy
 from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved, SaveReport
 from deltackpt.policies import Decision
-from deltackpt.reading.reader import Progress
-from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.restore.sources import Service
 from deltackpt.save import exits, pending_save
 from deltackpt.save.pending_save import Embeddings
 from deltackpt.save.tracking_audit import TrackingVerifier
 from deltackpt.session import save_call
-from deltackpt.session.catalog import Catalog, Metric, Mode
-from deltackpt.session.restoring import RestoreArguments, Restorer
 from deltackpt.session.run import Run, check_arguments, refuse
 from deltackpt.session.save_call import Failure, SaveArguments
 from deltackpt.session.saving import Saver
-from deltackpt.session.step_reader import RowRanges
 from deltackpt.state import placement
 from deltackpt.state.touch_state import Marks, TouchState, match_marks
 from deltackpt.storage import buckets
-from deltackpt.wal import record_batch
-from deltackpt.wal.epoch import EndedWal
-from deltackpt.wal.recorder import Recorder
+from deltackpt.wal.ended import EndedWal
 
 if TYPE_CHECKING:
+    from deltackpt.reading import wal_index
+    from deltackpt.reading.reader import Progress
+    from deltackpt.reading.wal_index import RecoveryPoint
+    from deltackpt.restore.sources import Service
+    from deltackpt.session import catalog, restoring
+    from deltackpt.session.catalog import Metric, Mode
+    from deltackpt.session.step_reader import RowRanges
     from deltackpt.tiers import startup
     from deltackpt.tiers.replication import ReplicationClient
-else:  # A local directory needs none of it.
+    from deltackpt.wal import record_batch, recorder
+else:  # Saves to a local directory without a WAL need none of it.
+    catalog = LazyModule("deltackpt.session.catalog")
+    record_batch = LazyModule("deltackpt.wal.record_batch")
+    recorder = LazyModule("deltackpt.wal.recorder")
+    restoring = LazyModule("deltackpt.session.restoring")
     startup = LazyModule("deltackpt.tiers.startup")
+    wal_index = LazyModule("deltackpt.reading.wal_index")
 
 
 class CheckpointManager:
@@ -192,18 +197,16 @@ class CheckpointManager:
         )
         try:
             self._root = self._run.root
-            self._recorder: Recorder | None = None
+            self._recorder: recorder.Recorder | None = None
             self._watch: exits.Watch | None = None
             # Either all processes get a manager, or none does.
             coordinator, what = self._run.coordinator, f"{self._root.given}: opening it"
             with coordinator.together(what, fatal=True):
                 if options.wal is not None and not self._read_only:
-                    self._recorder = self._run.wal = Recorder(self._run)
+                    self._recorder = self._run.wal = recorder.Recorder(self._run)
                 elif not self._read_only:
                     self._run.wal = EndedWal(self._run)
                 self._saver = Saver(self._run, self)
-                self._restorer = Restorer(self._run)
-                self._catalog = Catalog(self._run)
                 self._termination = coordination.Termination()
             with coordinator.together(what, fatal=True):
                 if not self._read_only:
@@ -218,6 +221,14 @@ class CheckpointManager:
             self._run.opened.abandon()
             raise
         self._closed = False
+
+    @functools.cached_property
+    def _restorer(self) -> restoring.Restorer:
+        return restoring.Restorer(self._run)
+
+    @functools.cached_property
+    def _catalog(self) -> catalog.Catalog:
+        return catalog.Catalog(self._run)
 
     @property
     def directory(self) -> Path | str:
@@ -639,7 +650,7 @@ class CheckpointManager:
         _refuse_orbax_args(abstract_state, "restore_latest(abstract_state)")
         abstract_state = placement.resolved(abstract_state)
         with self._use(reading=True):
-            arguments = RestoreArguments(abstract_state, items, progress, service)
+            arguments = restoring.RestoreArguments(abstract_state, items, progress, service)
             return self._restorer.newest(arguments, wal=wal)
 
     def restore(
@@ -667,10 +678,10 @@ class CheckpointManager:
           RestoreError: the step or recovery point cannot be restored.
         """
         _refuse_orbax_args(abstract_state, "restore(step, abstract_state)")
-        requested = step if isinstance(step, RecoveryPoint) else _as_step(step)
+        requested = step if isinstance(step, wal_index.RecoveryPoint) else _as_step(step)
         abstract_state = placement.resolved(abstract_state)
         with self._use(reading=True):
-            arguments = RestoreArguments(abstract_state, items, progress, service)
+            arguments = restoring.RestoreArguments(abstract_state, items, progress, service)
             return self._restorer.restore_one(requested, arguments)
 
     def read(self, step: int, tables: RowRanges, *, progress: Progress | None = None) -> ReadRows:

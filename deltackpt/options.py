@@ -9,17 +9,25 @@ import numbers
 import os
 import threading
 from collections.abc import Collection, Mapping
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from deltackpt.codecs import block_codecs
 from deltackpt.errors import OptionError
+from deltackpt.format.row_blocks import LOSSLESS
+from deltackpt.lazy_import import LazyModule
 from deltackpt.policies import BaseOrDelta, BitWidthPolicy, CodecChoice, Consecutive
 from deltackpt.policies.save_policies import (
     PreservationPolicy,
     SaveDecisionPolicy,
     is_at_least_zero,
 )
-from deltackpt.storage import kafka, posix, redaction
+from deltackpt.storage import posix, redaction
+
+if TYPE_CHECKING:
+    from deltackpt.codecs import block_codecs
+    from deltackpt.storage import kafka
+else:  # The defaults need neither.
+    block_codecs = LazyModule("deltackpt.codecs.block_codecs")
+    kafka = LazyModule("deltackpt.storage.kafka")
 
 Durability = Literal["power", "process"]
 WhenBusy = Literal["wait", "skip", "coalesce"]
@@ -480,7 +488,7 @@ class Dense:
         if not all(isinstance(pattern, str) for pattern in self.codec):
             raise _wrong(self, "codec", "globs over leaf paths")
         for name in _codecs_of(self):
-            if name not in block_codecs.names():
+            if name != LOSSLESS and name not in block_codecs.names():
                 raise OptionError(
                     f"Dense.codec: expected one of {block_codecs.names()}, found {name!r}; "
                     "choose one of them"
@@ -567,7 +575,7 @@ class ManagerOptions:
                     "set one of them"
                 )
         has_blocks = self.dense.deltas == "blocks" or (self.wal and self.wal.dense == "delta")
-        if not has_blocks and {*_codecs_of(self.dense)} - {block_codecs.LOSSLESS}:
+        if not has_blocks and {*_codecs_of(self.dense)} - {LOSSLESS}:
             raise OptionError(
                 f"Dense.codec: expected blocks to encode, found codec {self.dense.codec!r} and "
                 "deltas='whole', which stores dense leaves uncompressed; pass deltas='blocks', or "

@@ -6,17 +6,19 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from deltackpt.errors import RestoreError, ServiceError
 from deltackpt.format.manifest import Kind
 from deltackpt.format.naming import PyTree
-from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.save.pending_save import SaveReport as SaveReport
 from deltackpt.state.touch_state import TouchState
 from deltackpt.units import count, size
+
+if TYPE_CHECKING:
+    from deltackpt.reading.wal_index import RecoveryPoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -803,7 +803,7 @@ POINTS: dict[str, Point] = {
     "commit: between the rename and the fsync": _around(os, "rename", _renames_step, before=False),
     "commit: after the rename": _around(DurableDir, "publish", _publishes_step, before=False),
     "checking the options": _before(runtime.Runtime, "__init__"),
-    "the end of a start": _before(manager, "Catalog"),
+    "the end of a start": _after(manager, "Saver"),
     "before the save": _before(saving.Saver, "_start"),
     "snapshot": _before(pending_save, "capture"),
     "listing steps": _before(Root, "steps"),

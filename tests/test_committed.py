@@ -21,10 +21,10 @@ from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.inspect.checkpoints import Checkpoints
 from deltackpt.ledger import committed, upload
+from deltackpt.ledger.bucket_steps import BucketSteps
 from deltackpt.ledger.committed import COMMIT, CommittedStore
 from deltackpt.ledger.entries import CatalogEntry, ObjectKey
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.upload import Unit
 from deltackpt.ledger.view import JournalView
 from deltackpt.reading import inventory, stored_saves

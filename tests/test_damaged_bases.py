@@ -240,7 +240,7 @@ def test_a_manifest_that_cannot_be_read_now_loses_no_step(root, run):
         return real(store, key)
 
     was_read: list[bool] = []
-    blamed = deltackpt.session.restore_choice.ledger_steps.find_damaged_save
+    blamed = deltackpt.session.restore_choice.recovery.find_damaged_save
 
     def after(*arguments):
         found = blamed(*arguments)
@@ -249,9 +249,7 @@ def test_a_manifest_that_cannot_be_read_now_loses_no_step(root, run):
 
     with (
         mock.patch.object(FileStore, "get", get),
-        mock.patch.object(
-            deltackpt.session.restore_choice.ledger_steps, "find_damaged_save", after
-        ),
+        mock.patch.object(deltackpt.session.restore_choice.recovery, "find_damaged_save", after),
     ):
         found = Restore(root, run[1], 6)
     assert next(refused, None) is None

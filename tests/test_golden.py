@@ -19,7 +19,7 @@ import deltackpt
 from deltackpt import inspect
 from deltackpt.format import naming
 from deltackpt.format.records import FORMAT_VERSION
-from deltackpt.ledger.opening import BucketSteps
+from deltackpt.ledger.bucket_steps import BucketSteps
 from deltackpt.ledger.view import JournalView
 from deltackpt.reading import chains, inventory, reader, stored_saves
 from deltackpt.storage.store import store_path

@@ -80,7 +80,8 @@ def fresh_python(program: str, **settings: str) -> str:
             "deltackpt.touched.mark; deltackpt.policies.Consecutive",
             "orbax flax optax tensorstore ray click rich h11 obstore confluent_kafka grain pandas "
             "pyarrow matplotlib deltackpt.tiers.startup deltackpt.storage.node_client "
-            "deltackpt.ledger.journal",
+            "deltackpt.ledger.entries deltackpt.session.restoring deltackpt.reading.stored_saves "
+            "deltackpt.wal.recorder deltackpt.format.wal_format deltackpt.codecs.block_codecs",
         ),
         (
             "import deltackpt.layers.merge, deltackpt.codecs, deltackpt.format.chain;"
@@ -104,7 +105,17 @@ def test_an_import_loads_what_it_needs_alone(program, others):
 @pytest.mark.processes
 def test_a_plain_state_is_saved_and_restored_without_orbax_or_peers(tmp_path):
     program = f"""
-import sys, jax.numpy as jnp, numpy as np, deltackpt
+import sys, threading, jax.numpy as jnp, numpy as np, deltackpt
+
+class Watch:
+    saving, imported = False, []
+
+    def find_spec(self, name, path=None, target=None):
+        training = threading.current_thread() is threading.main_thread()
+        if self.saving and training and name.startswith("deltackpt."):
+            self.imported.append(name)
+
+sys.meta_path.insert(0, watch := Watch())
 state = {{"tables": {{"words": jnp.ones((50, 8))}}, "bias": jnp.zeros(3), "step": 1, "none": None}}
 touched = deltackpt.touched.init(state["tables"])
 tables = deltackpt.Tables(select="tables/*")
@@ -113,8 +124,11 @@ with deltackpt.CheckpointManager({str(tmp_path)!r}, handlers={{"embeddings": tab
                                  options=options) as manager:
     for step in range(3):
         touched = deltackpt.touched.mark(touched, {{"words": jnp.array([step])}})
+        watch.saving = True
         manager.save(step, state, touched=touched, metrics={{"loss": 1.0}})
+        watch.saving = False
     manager.wait_until_finished()
+    assert not watch.imported, watch.imported
     restored = manager.restore_latest(state)
     bare = manager.restore_latest()
 np.testing.assert_array_equal(restored.state["tables"]["words"], state["tables"]["words"])
@@ -137,6 +151,11 @@ SMALL_MODULES = {
     "inspect/listing.py",
     # What a merge, its plan, its pieces and the readers of single segments share.
     "layers/row_indices.py",
+    # A local directory has no journal, and needs only the other one.
+    "ledger/bucket_steps.py",
+    "ledger/opening.py",
+    # A manager without a WAL imports nothing else of the WAL.
+    "wal/ended.py",
     # `doctor` shows directories even if a dependency of the stores is missing.
     "storage/redaction.py",
     # Public: integrations and the test kit.

@@ -52,8 +52,10 @@ def ls(source: ReadSource, last: int | None, points: bool) -> Output:
         return _wal(ck.wal, last)
     saves = ck.saves if last is None else ck.saves_of(ck.steps[-last:])
     kept = ck.stays_for
-    value = [{**_save(save), "kept_because": kept.get(save.step)} for save in saves]
-    return Output(value, _listed(ck, saves, kept, last))
+    return Output(
+        lambda: [{**_save(save), "kept_because": kept.get(save.step)} for save in saves],
+        _listed(ck, saves, kept, last),
+    )
 
 
 def _listed(
@@ -62,7 +64,10 @@ def _listed(
     from deltackpt.inspect.descriptions import list_saves
 
     columns, lines, _ = list_saves(saves)
-    lines = [(*line[:-1], as_commands(str(line[-1]))) for line in lines]
+    lines = [
+        (*line[:-1], as_commands(save.problem)) if save.problem else line
+        for save, line in zip(saves, lines, strict=True)
+    ]
     if kept:
         why = {"nothing": "not kept"}
         reasons = [kept.get(save.step) for save in saves]

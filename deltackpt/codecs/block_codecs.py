@@ -34,7 +34,7 @@ from deltackpt.codecs import row_codecs
 from deltackpt.codecs.row_codecs import StoredArray, Uniform
 from deltackpt.errors import OptionError
 from deltackpt.format.dtypes import dtype_of, stored_dtype
-from deltackpt.format.row_blocks import BLOCK
+from deltackpt.format.row_blocks import BLOCK, LOSSLESS
 
 #: Dtypes of numbers that lossy codecs take.
 FLOATS = ("float32", "bfloat16", "float16")
@@ -396,9 +396,6 @@ _CODECS: dict[str, BlockCodec] = {
         LogarithmDifference(),
     )
 }
-#: Name for options and figures: the smallest lossless encoding of each block. Manifests contain
-#: the names of the encodings.
-LOSSLESS = "lossless"
 #: Keeps positive values positive, without a reference.
 LOGARITHM = "log8"
 #: The next more precise codec; those that are not listed are followed by ``lossless``.

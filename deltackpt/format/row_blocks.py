@@ -508,6 +508,9 @@ def width(trailing: tuple[int, ...]) -> int:
 
 #: Values per block: they share a scale.
 BLOCK = 256
+#: Name for options and figures: the smallest lossless encoding of each block. Manifests contain
+#: the names of the encodings.
+LOSSLESS = "lossless"
 #: Smaller chunks are plain: a block of float32 is larger.
 PLAIN_BYTES = 1024
 #: Group of the segment that holds plain values, and its only array.

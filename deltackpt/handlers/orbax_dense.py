@@ -14,7 +14,7 @@ import json
 import re
 import urllib.parse
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,17 @@ from etils import epath
 
 from deltackpt import codecs
 from deltackpt.errors import TemplateMismatch
-from deltackpt.lazy_import import ocp, ts
-from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
-from deltackpt.restore.template_check import NOTHING, mismatch
+from deltackpt.lazy_import import LazyModule, ocp, ts
 from deltackpt.save import dense_layout
 from deltackpt.save.dense_layout import EMPTY_ARRAY
 from deltackpt.state import paths, placement
+
+if TYPE_CHECKING:
+    from deltackpt.reading import orbax_values
+    from deltackpt.restore import template_check
+else:  # Only restores need them.
+    orbax_values = LazyModule("deltackpt.reading.orbax_values")
+    template_check = LazyModule("deltackpt.restore.template_check")
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)
 _MISSING = object()
@@ -155,7 +160,7 @@ def check(abstract: dict[str, Any], stored: dict[str, Any], step: int) -> None:
         if leaf is _MISSING or not _fits(leaf, have):
             faults[f"dense leaf {_name(key)}"] = _described(leaf), _described(have)
     if faults:
-        raise mismatch(step, faults)
+        raise template_check.mismatch(step, faults)
     for key, leaf in wanted.items():
         if isinstance(leaf, _ARRAYS) and (problem := paths.narrowed(leaf)):
             raise TemplateMismatch(f"step {step}, dense leaf {_name(key)}: {problem}")
@@ -171,7 +176,7 @@ def from_folder(item_dir: epath.Path, abstract: dict[str, Any] | None, step: int
     leaves = restored(found, abstract, step)
     if abstract is not None:
         return leaves
-    about = sorted((item_dir / ARRAY_METADATAS).glob("process_*"))
+    about = sorted((item_dir / orbax_values.ARRAY_METADATAS).glob("process_*"))
     return typed(leaves, (path.read_bytes() for path in about))
 
 
@@ -184,7 +189,7 @@ def restored(found: dict[str, Any], abstract: dict[str, Any] | None, step: int) 
     for key, leaf in by_key(abstract).items():
         if not _holds(leaf, values[key]):
             sides = _described(leaf), _described(values[key])
-            raise mismatch(step, {f"dense leaf {_name(key)}": sides})
+            raise template_check.mismatch(step, {f"dense leaf {_name(key)}": sides})
     return jax.tree.map(like, found, abstract, is_leaf=_is_leaf)
 
 
@@ -195,7 +200,7 @@ def typed(found: dict[str, Any], about: Iterable[bytes | memoryview]) -> dict[st
     """
     impls: dict[str, str] = {}
     for data in about:
-        impls |= key_impls(json.loads(bytes(data)))
+        impls |= orbax_values.key_impls(json.loads(bytes(data)))
     if not impls:
         return found
 
@@ -295,7 +300,7 @@ def _rank(dtype: Any) -> int:
 def _described(leaf: Any) -> str:
     """Describes a leaf of a template, or a stored one, for an error."""
     if leaf is _MISSING:
-        return NOTHING
+        return template_check.NOTHING
     if leaf is None or paths.is_empty(leaf):
         return repr(leaf)
     if isinstance(leaf, StoredLeaf) and leaf.kind == "string":

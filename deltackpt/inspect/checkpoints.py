@@ -20,12 +20,10 @@ from deltackpt.inspect.descriptions import Save, Wal, list_saves, wal_of
 from deltackpt.inspect.listing import MOST_LINES
 from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger import directory
-from deltackpt.ledger import steps as ledger_steps
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, stored_saves
 from deltackpt.reading.stored_saves import StoredSave
-from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader, read_wal_state
 from deltackpt.storage import posix
 from deltackpt.storage.store import DirIdentity, StorePath
 
@@ -36,11 +34,16 @@ if TYPE_CHECKING:
     from deltackpt.inspect.history import History
     from deltackpt.inspect.lazy import Saves
     from deltackpt.inspect.step import Step
+    from deltackpt.ledger import recovery
     from deltackpt.options import KafkaWal
+    from deltackpt.reading import wal_index
+    from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 else:  # Listing a directory needs none of them.
     changes = LazyModule("deltackpt.inspect.changes")
     history = LazyModule("deltackpt.inspect.history")
+    recovery = LazyModule("deltackpt.ledger.recovery")
     rows_of_saves = LazyModule("deltackpt.inspect.lazy")
+    wal_index = LazyModule("deltackpt.reading.wal_index")
 
 #: ``"nothing"``: the next retention removes the step.
 StaysFor = Literal["policy", "chain", "nothing"]
@@ -188,7 +191,10 @@ class Checkpoints:
         Raises:
           StorageError: the WAL cannot be read.
         """
-        return wal_of(read_wal_state(self._root.wal_location), self._root.restorable())
+        location = self._root.wal_location
+        if not (location.numbers() or location.logged()):
+            return Wal(epochs=())
+        return wal_of(wal_index.read_wal_state(location), self._root.restorable())
 
     def recovery_points(self) -> list[RecoveryPoint]:
         """Recovery points that a step can be replayed to, newest first, including soft ones.
@@ -370,7 +376,9 @@ class Checkpoints:
                 self._saves,
                 wanted,
                 all_steps=steps is None,
-                log=WalReader(self._root.wal_location).read() if wal and steps is None else None,
+                log=wal_index.WalReader(self._root.wal_location).read()
+                if wal and steps is None
+                else None,
             )
             if rows is not None:
                 found = read(table, np.atleast_1d(rows), field)
@@ -431,8 +439,8 @@ class Checkpoints:
         """A step and, for a recovery point, the WAL records that lead there."""
         if asked is None:
             return self._chosen(None), None
-        found = asked if isinstance(asked, RecoveryPoint) else naming.as_step(asked)
-        return ledger_steps.locate(self._root, found)
+        found = asked if isinstance(asked, wal_index.RecoveryPoint) else naming.as_step(asked)
+        return recovery.locate(self._root, found)
 
     def _at(self, step: int) -> StorePath:
         return self._root.at(step)

@@ -9,15 +9,21 @@ import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from deltackpt.errors import RestoreError
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import Kind, SaveId, TableFigures
 from deltackpt.inspect.listing import Listing
-from deltackpt.reading.wal_index import EpochState, RecoveryPoint, WalState, coverings
+from deltackpt.lazy_import import LazyModule
 from deltackpt.storage.store import StorePath
 from deltackpt.units import size
+
+if TYPE_CHECKING:
+    from deltackpt.reading import wal_index
+    from deltackpt.reading.wal_index import EpochState, RecoveryPoint, WalState
+else:  # Only a directory with a WAL needs it.
+    wal_index = LazyModule("deltackpt.reading.wal_index")
 
 
 def utc(secs: float | None) -> str | None:
@@ -238,7 +244,7 @@ class Wal:
 
 def wal_of(found: WalState, steps: Mapping[int, SaveId]) -> Wal:
     """Summarizes a WAL; ``steps`` are those that can be restored, by number."""
-    unreached = [] if found.index is None else coverings(found.index, steps)[1]
+    unreached = [] if found.index is None else wal_index.coverings(found.index, steps)[1]
     return Wal(
         epochs=tuple(_epoch(state, unreached) for state in found.epochs),
         problem="" if found.problem is None else str(found.problem),

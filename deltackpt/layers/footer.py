@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import math
 import struct
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import google_crc32c
 import numpy as np
 
 from deltackpt.errors import Damaged, FormatTooNew
-from deltackpt.format import dtypes, naming, records, wal_format
+from deltackpt.format import dtypes, naming, records
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import (
     MOST,
@@ -29,8 +29,10 @@ from deltackpt.format.records import (
     require,
 )
 from deltackpt.format.row_blocks import ArrayEntry
-from deltackpt.format.wal_format import EpochHeader
 from deltackpt.storage.digests import crc32c
+
+if TYPE_CHECKING:
+    from deltackpt.format.wal_format import EpochHeader
 
 VERSION = 1
 #: Required for row groups with constant codecs, which have no arrays.
@@ -141,7 +143,10 @@ class EpochRef:
     @classmethod
     def from_header(cls, head: EpochHeader, data: bytes | None = None) -> EpochRef:
         """Returns the reference to an epoch; ``data`` is its encoded header, if that is at hand."""
-        data = wal_format.epoch_header_bytes(head) if data is None else data
+        if data is None:
+            from deltackpt.format import wal_format  # The layers of a step need none of it.
+
+            data = wal_format.epoch_header_bytes(head)
         return cls(number=head.epoch, crc32c=google_crc32c.value(data))
 
 

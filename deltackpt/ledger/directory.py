@@ -39,15 +39,16 @@ from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger import lease
 from deltackpt.ledger.lease import DirectoryLease, Lease
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import stored_saves
 from deltackpt.storage import posix, redaction
 from deltackpt.storage.posix import DurableDir, fsync_path
 from deltackpt.storage.store import FileStore, StorePath
 
 if TYPE_CHECKING:
     from deltackpt import events
-else:  # Only warnings need it.
+    from deltackpt.reading import stored_saves
+else:  # Only warnings, and directories with saves, need them.
     events = LazyModule("deltackpt.events")
+    stored_saves = LazyModule("deltackpt.reading.stored_saves")
 
 _MAGIC = "deltackpt.kept"
 

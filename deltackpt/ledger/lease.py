@@ -21,7 +21,6 @@ import dataclasses
 import fcntl
 import functools
 import os
-import socket
 import time
 import uuid
 import weakref
@@ -112,7 +111,7 @@ class Lease:
         return cls(
             epoch=epoch,
             holder=uuid.uuid4().hex,
-            host=socket.gethostname(),
+            host=os.uname().nodename,
             pid=os.getpid(),
             since_secs=time.time(),
             pending=pending,
@@ -127,12 +126,12 @@ class Lease:
     @property
     def is_of_this_process(self) -> bool:
         """Returns whether this process took it."""
-        return (self.host, self.pid) == (socket.gethostname(), os.getpid())
+        return (self.host, self.pid) == (os.uname().nodename, os.getpid())
 
     @property
     def runs(self) -> bool | None:
         """Returns whether a process with its pid is running; None if it is on another host."""
-        if self.host != socket.gethostname():
+        if self.host != os.uname().nodename:
             return None
         try:
             os.kill(self.pid, 0)

@@ -8,62 +8,19 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deltackpt.errors import (
-    Damaged,
-    ForeignDirectory,
-    OptionError,
-    RestoreError,
-    StorageError,
-)
+from deltackpt.errors import OptionError, RestoreError
 from deltackpt.format import naming
-from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.committed import CommittedStore
+from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
-from deltackpt.ledger.uploaded_wal import UploadedWals
-from deltackpt.ledger.view import JOURNAL, JournalView
-from deltackpt.reading.wal_locations import WalLocation
 from deltackpt.storage import buckets
-from deltackpt.storage.store import DEADLINE_SECS, Store, StorePath
+from deltackpt.storage.store import DEADLINE_SECS
 
 if TYPE_CHECKING:
+    from deltackpt.ledger import bucket_steps
     from deltackpt.options import KafkaWal
-
-
-class BucketSteps(Steps):
-    """The steps named by a journal, for reading."""
-
-    def __init__(self, journal: JournalView, item: str, store: Store | None = None):
-        """Reads from ``store``, by default the committed objects; sends no request yet."""
-        store = store or CommittedStore(journal)
-        super().__init__(StorePath(store, ""), item, given=journal.root.store.url)
-        self.journal = journal
-
-    @property
-    def wal_location(self) -> WalLocation:
-        """See ``Steps``; reads the journal again."""
-        state = self.journal.state()
-        return UploadedWals(self.journal.root, lambda: state, self.topics)
-
-    def rolled_back(self) -> Iterator[SaveId]:
-        """See ``Steps``."""
-        return (one.entry.save_id for one in self.journal.known.entry.rolled_back)
-
-    def known_newest_step(self) -> int | None:
-        """See ``Steps``."""
-        return max(self.journal.known.steps, default=None)
-
-    def await_readable(self, step: int) -> None:
-        """See ``Steps``: another save may have taken the step's number since it was listed."""
-        self.journal.state()
-
-    def problems(self) -> list[Damaged]:
-        """See ``Steps``."""
-        return self.journal.problems
-
-    def lost_steps(self) -> dict[int, Damaged]:
-        """See ``Steps``."""
-        return self.journal.lost_saves
+else:  # A local directory has no journal.
+    bucket_steps = LazyModule("deltackpt.ledger.bucket_steps")
 
 
 def open_steps(
@@ -86,37 +43,13 @@ def open_steps(
         opened: Steps = Root.open(path, item=item or naming.EMBEDDINGS_ITEM, read_only=True)
     else:
         at = buckets.locate(where, endpoint=endpoint).open(deadline_secs=deadline_secs)
-        opened = _in_bucket(at, item or naming.EMBEDDINGS_ITEM)
+        opened = bucket_steps.open_journal(at, item or naming.EMBEDDINGS_ITEM)
     opened.item = find_item(opened, item)
     if wal is not None:
         from deltackpt.reading.wal_topics import WalTopics
 
         opened.topics = WalTopics(wal.config, follow=follow)
     return opened
-
-
-def _in_bucket(at: StorePath, item: str) -> Steps:
-    journal = JournalView(at)
-    if not journal.state().entry.number:
-        for problem in journal.problems:
-            raise problem
-        raise StorageError(
-            f"{at}: expected a journal in {JOURNAL}/, found none; check the URL, or wait for the "
-            "first save of its trainer"
-        )
-    return BucketSteps(journal, item)
-
-
-def refuse_foreign(root: StorePath) -> None:
-    """Checks that a location without a journal is empty: nothing is hidden or swept."""
-    found = root.names()
-    if found == [JOURNAL] and (root / JOURNAL).names() == buckets.probes(root):
-        return  # Left by an interrupted first start.
-    if found:
-        raise ForeignDirectory(
-            f"{root}: expected an empty location or a deltackpt checkpoint directory, found "
-            f"{found[:5]}; use another path in the bucket"
-        )
 
 
 def find_item(steps: Steps, wanted: str | None) -> str:

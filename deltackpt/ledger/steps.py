@@ -1,100 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps and recovery points of a checkpoint directory, for readers.
-
-If a file of a save is damaged, the steps that need it are given up unread. An error may also come
-from the network, from permissions, or from another save's record, so the named file must differ
-from the records of its own save.
-"""
+"""The steps of a checkpoint directory, for readers."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from deltackpt.errors import (
-    BrokenChain,
-    Damaged,
-    DamagedWal,
-    DeltackptError,
-    RestoreError,
-    StepNotFound,
-)
+from deltackpt.errors import BrokenChain, Damaged, RestoreError
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId, SaveInfo
-from deltackpt.ledger.committed import CommittedStore
-from deltackpt.ledger.entries import COMMIT, prefix_step
-from deltackpt.reading import inventory, stored_saves
-from deltackpt.reading.shard_arrays import is_of_dense_segment
-from deltackpt.reading.wal_index import (
-    Loss,
-    RecoveryPoint,
-    ReplayPlan,
-    WalIndex,
-    WalReader,
-    coverings,
-    newest_plan,
-)
+from deltackpt.lazy_import import LazyModule
 from deltackpt.reading.wal_locations import WalFolder, WalLocation
-from deltackpt.storage import digests
 from deltackpt.storage.digests import check_step_files
 from deltackpt.storage.store import DirIdentity, FileStore, StorePath
 
 if TYPE_CHECKING:
+    from deltackpt.ledger.recovery import DamagedSave
+    from deltackpt.reading import stored_saves
     from deltackpt.reading.wal_topics import WalTopics
-
-
-class DamagedSave(NamedTuple):
-    """A save, or its compacted base, with a damaged file."""
-
-    step: int
-    compacted: bool
-    #: Whether every chain with the save reads the file: a later save may replace a dense leaf.
-    every_child: bool
-
-
-def find_damaged_save(error: BaseException, root: StorePath, item: str) -> DamagedSave | None:
-    """Returns the save that a read error names if its file, which is read, is damaged."""
-    if not isinstance(error, Damaged) or isinstance(error, DamagedWal):
-        return None
-    # The name of a layer file is followed by that of a chunk, that of a chunk's file by a block.
-    name, _, within = error.object_name.partition(": ")
-    path = name.partition(", ")[0].split("/")
-    if path[-1] == COMMIT and (step := prefix_step("/".join(path[-3:-1]))) is not None:
-        path = [str(step), COMMIT]  # Where a bucket stores it.
-    inside = {item, naming.DENSE_ITEM, naming.STEP_DIGESTS, COMMIT}
-    found_at = [
-        at
-        for at in range(1, len(path))
-        if path[at] in inside and naming.step_number(path[at - 1]) is not None
-    ]
-    if not found_at:
-        return None
-    at = found_at[-1]
-    compacted = path[at] == item and path[max(0, at - 2)] == naming.COMPACTED
-    shown = f"{naming.COMPACTED}/{path[at - 1]}" if compacted else path[at - 1]
-    folder, file = root / shown, "/".join(path[at:])
-    try:
-        if not folder.is_dir():
-            return None
-        found = inventory.read_inventory(folder, item, shown=shown)
-        records = {one.object_name for one in found.damage}
-        known = {file: found.files[file]} if file in found.files else {}
-        is_record = not records.isdisjoint((error.object_name, f"{shown}/{file}"))
-        if not is_record and not digests.check_files(folder, known):
-            return None
-    except (DeltackptError, OSError):
-        return None
-    below = path[at + 1 :]
-    of_dense = (
-        path[at] in (naming.DENSE_ITEM, naming.STEP_DIGESTS) or naming.DENSE_ITEM in below[:1]
-    )
-    of_dense = of_dense or is_of_dense_segment(f"{'/'.join(below)}: {within}")
-    return DamagedSave(int(path[at - 1]), compacted, not of_dense)
+else:  # A new directory has no saves to read.
+    stored_saves = LazyModule("deltackpt.reading.stored_saves")
 
 
 class Steps:
@@ -276,6 +205,10 @@ def local_folder(at: StorePath, scratch: Path | None) -> Iterator[Path]:
     if isinstance(at.store, FileStore):
         yield Path(at)
         return
+    import tempfile  # A local directory needs neither.
+
+    from deltackpt.ledger.committed import CommittedStore
+
     assert isinstance(at.store, CommittedStore)
     with tempfile.TemporaryDirectory(prefix="deltackpt-", dir=scratch) as folder:
         at.store.fetch(at.key, Path(folder))
@@ -295,68 +228,3 @@ def _broken_at(name: str, by_dir: Mapping[str, SaveInfo], unknown: Collection[st
 def _replaces(base: SaveInfo, save: SaveInfo | None) -> bool:
     """Whether a compacted base belongs to a save, or to one that no longer exists."""
     return save is None or save.save_id == base.save_id
-
-
-def locate(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan | None]:
-    """Finds a committed step, or the step and WAL records for a recovery point; StepNotFound."""
-    if isinstance(requested, int) and root.at(requested).dir_identity() is not None:
-        return requested, None
-    index, steps = WalReader(root.wal_location).read(), root.restorable()
-    plan = plan_to(index, steps, requested)
-    if plan is not None:
-        return plan.step.step, plan
-    index.require_topics()
-    _, unreached = coverings(index, steps)
-    points = [point for point in index.points() if point not in unreached]
-    number = requested if isinstance(requested, int) else requested.step
-    raise StepNotFound(
-        f"{root}: expected step {number} or a full recovery point of that number, found neither; "
-        f"{nearest(number, steps, points)}; see steps and recovery_points()"
-    )
-
-
-def plan_to(
-    index: WalIndex, steps: Mapping[int, SaveId], requested: int | RecoveryPoint
-) -> ReplayPlan | None:
-    """Returns how to replay to a recovery point or training step; None if no step leads there."""
-    at = requested.step if isinstance(requested, RecoveryPoint) else requested
-    if not any(point.full and requested in (point, point.step) for point in index.points()):
-        return None
-    return newest_plan(index, steps, at=at)
-
-
-def nearest(number: int, steps: Iterable[int], points: Iterable[RecoveryPoint]) -> str:
-    """Describes the restorable steps or recovery points nearest to a training step."""
-    found = [(step, f"step {step}") for step in steps]
-    found += [(point.step, str(point)) for point in points if point.full]
-    below = max((one for one in found if one[0] <= number), default=None)
-    above = min((one for one in found if one[0] > number), default=None)
-    reported = " and ".join(one[1] for one in (below, above) if one is not None)
-    return f"the nearest that can be restored: {reported}" if reported else "none can be restored"
-
-
-def losses_of(root: Steps, index: WalIndex, newest: int, *, above: int = -1) -> list[Loss]:
-    """Lists the lost WAL records above a step.
-
-    The trainer may change the log while it is read, so a loss counts only if a second read of the
-    log and the steps finds it again. ``index`` was read before the steps were listed. Records up to
-    ``newest``, the newest restorable step on the current branch, may have been trimmed.
-    """
-    return [
-        one
-        for one in index.losses(above)
-        if not one.may_be_trimmed
-        or (one.step > newest and not _is_rolled_back(root, index, one.step))
-    ]
-
-
-def in_both(found: Sequence[Loss], again: Sequence[Loss]) -> list[Loss]:
-    """Returns the losses that a second read confirms."""
-    names = {one.error.object_name for one in found}
-    return [one for one in again if one.error.object_name in names]
-
-
-def _is_rolled_back(root: Steps, index: WalIndex, step: int) -> bool:
-    """Returns whether a rollback set aside a step up to which the log was trimmed."""
-    # The rollback's run has not begun a WAL epoch yet: the log still counts as if the step existed.
-    return any(one.step >= step and index.has_step(one) for one in root.rolled_back())

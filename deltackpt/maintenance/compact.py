@@ -33,11 +33,12 @@ from deltackpt.errors import (
 from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import lease
+from deltackpt.ledger.bucket_steps import BucketSteps
 from deltackpt.ledger.committed import CommittedStore
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import ObjectKey
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.opening import BucketSteps, open_steps
+from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.upload import Unit, commit
 from deltackpt.maintenance.base_merge import MergedShard, merge_shard, most_workers, written_shard

@@ -21,7 +21,7 @@ from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, TableFigures, table_figures
 from deltackpt.format.row_blocks import GroupEntry, Span
 from deltackpt.layers.targets import Target, Targets
-from deltackpt.ledger import steps
+from deltackpt.ledger import recovery
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, reader, stored_dense, stored_saves
 from deltackpt.reading.stored_dense import StoredItem
@@ -120,7 +120,7 @@ def restore_plan(
         step = opened.newest_step() if step is None else step
         if step is None:
             raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
-        step, plan = steps.locate(opened, step)
+        step, plan = recovery.locate(opened, step)
         step_dir = opened.at(step)
         with stored_saves.detect_removal(step_dir, instead="ask for"):
             started = time.perf_counter()

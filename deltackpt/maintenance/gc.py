@@ -21,11 +21,12 @@ from pathlib import Path
 from deltackpt.errors import Damaged, InUse
 from deltackpt.format import naming
 from deltackpt.ledger import lease as ledger_lease
+from deltackpt.ledger.bucket_steps import BucketSteps
 from deltackpt.ledger.directory import Root, is_leftover
 from deltackpt.ledger.entries import State
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.lease import epochs
-from deltackpt.ledger.opening import BucketSteps, open_steps
+from deltackpt.ledger.opening import open_steps
 from deltackpt.maintenance import compact, garbage
 from deltackpt.maintenance.garbage import (
     KEEP_ALL,

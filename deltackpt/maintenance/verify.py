@@ -29,8 +29,9 @@ from deltackpt.errors import (
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import ParentRef, SaveId, SaveInfo
 from deltackpt.ledger import lease
+from deltackpt.ledger.bucket_steps import BucketSteps
 from deltackpt.ledger.directory import Root, is_known, is_leftover
-from deltackpt.ledger.opening import BucketSteps, open_steps
+from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance.verify_save import (
     CommittedSave,

@@ -20,7 +20,8 @@ from deltackpt.format import naming, wal_format
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.wal_format import EpochHeader
 from deltackpt.layers.targets import Targets
-from deltackpt.ledger.steps import Steps, in_both, losses_of
+from deltackpt.ledger.recovery import in_both, losses_of
+from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance.verify_save import Problem, Stops
 from deltackpt.reading import dense_state, reader, wal_rows
 from deltackpt.reading.dense_state import KnownStates

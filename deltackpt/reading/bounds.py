@@ -10,6 +10,7 @@ import collections
 import functools
 import math
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from deltackpt import codecs, vocab
 from deltackpt.errors import Damaged, FormatTooNew, OptionError
@@ -18,8 +19,10 @@ from deltackpt.format import manifest, naming, records, row_blocks
 from deltackpt.format.manifest import KeyPath, Layout, Manifest
 from deltackpt.format.records import MOST, MOST_AXES, MOST_ZSTD_RATIO, InvalidRecord, require
 from deltackpt.format.row_blocks import ArrayEntry, Encoding, FieldSpec, GroupEntry, Segment
-from deltackpt.format.wal_format import EpochHeader
 from deltackpt.layers.footer import GAPS_DTYPES
+
+if TYPE_CHECKING:
+    from deltackpt.format.wal_format import EpochHeader
 
 #: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
 _WIDE = (1024,)

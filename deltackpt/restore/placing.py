@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -15,15 +16,15 @@ from deltackpt.errors import TemplateMismatch
 from deltackpt.format.naming import Leaf
 from deltackpt.format.row_blocks import VALUES, Box
 from deltackpt.layers.targets import Wanted
-from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.state import paths, placement
 from deltackpt.state.stacks import MemberRows, RestoredMember
 
+if TYPE_CHECKING:
+    from deltackpt.reading.reader import RestoredTables
+
 _logger = logging.getLogger(__name__)
 
-#: Bytes per comparison.
-_COMPARED_BYTES = 1 << 20
 #: Table name to its rows in a step and in a template.
 GrownTables = Mapping[str, tuple[int, int]]
 
@@ -138,20 +139,10 @@ def _placed(held: Mapping[Box, np.ndarray], template: Leaf) -> Leaf:
     return placement.assembled(template, placement.device_boxes(template), held, may_alias=True)
 
 
-def same_bits(one: object, two: object) -> bool:
-    """Returns whether two arrays have the same bits, shape and dtype; copies both to the host."""
-    one, two = np.asarray(one), np.asarray(two)
-    if (one.shape, one.dtype) != (two.shape, two.dtype):
-        return False
-    one, two = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, two))
-    pieces = (slice(at, at + _COMPARED_BYTES) for at in range(0, len(one), _COMPARED_BYTES))
-    return all(np.array_equal(one[piece], two[piece]) for piece in pieces)
-
-
 def same_tables(merged: RestoredTables, leaves: Mapping[str, Mapping[str, object]]) -> bool:
     """Returns whether merged buffers equal this process's shards of ``leaves`` bit for bit."""
     return all(
-        same_bits(merged.buffers[name][field][box], piece)
+        placement.same_bits(merged.buffers[name][field][box], piece)
         for name, fields in leaves.items()
         for field, leaf in fields.items()
         for box, piece in _local_boxes(leaf)

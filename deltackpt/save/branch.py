@@ -12,11 +12,11 @@ import numpy as np
 
 from deltackpt.format import manifest
 from deltackpt.format.manifest import BaseRef, Layout, ParentRef, SaveId, SaveInfo
-from deltackpt.format.wal_format import Continues
 from deltackpt.policies import SaveHistory
 from deltackpt.state.touch_state import UNKNOWN
 
 if TYPE_CHECKING:
+    from deltackpt.format.wal_format import Continues
     from deltackpt.save.tracking_audit import Samples
 
 

@@ -16,23 +16,29 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 
-from deltackpt.codecs import block_codecs
-from deltackpt.codecs.block_codecs import LOSSLESS
 from deltackpt.errors import OptionError, UnsupportedLeaf
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.manifest import DenseEntry, KeyPath, LeafFigures, SaveId, path_name
 from deltackpt.format.naming import PyTree
 from deltackpt.format.records import IdentityCache
-from deltackpt.format.row_blocks import BLOCK, PLAIN, BlockedValue, DenseBlocks, Key, Segment
+from deltackpt.format.row_blocks import (
+    BLOCK,
+    LOSSLESS,
+    PLAIN,
+    BlockedValue,
+    DenseBlocks,
+    Key,
+    Segment,
+)
+from deltackpt.lazy_import import LazyModule
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import block_codes, dense_layout, device_blocks
-from deltackpt.save.block_codes import Array, EncodedBlocks, LeafDelta, Left, References
+from deltackpt.save import dense_layout
 from deltackpt.save.commit import StepWriters
 from deltackpt.save.dense_layout import Plan
 from deltackpt.state import placement
@@ -40,6 +46,15 @@ from deltackpt.storage import ocdbt, shard_writer
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import ZARRAY, Value
 from deltackpt.storage.shard_writer import SegmentSink
+
+if TYPE_CHECKING:
+    from deltackpt.codecs import block_codecs
+    from deltackpt.save import block_codes, device_blocks
+    from deltackpt.save.block_codes import Array, EncodedBlocks, LeafDelta, Left
+else:  # A base and its deltas without dense blocks need none of it.
+    block_codecs = LazyModule("deltackpt.codecs.block_codecs")
+    block_codes = LazyModule("deltackpt.save.block_codes")
+    device_blocks = LazyModule("deltackpt.save.device_blocks")
 
 #: Smaller copies share memory, because staging lends whole MiB; those that a keeper keeps do not.
 _STAGED_BYTES = 1 << 20
@@ -56,7 +71,7 @@ _RAW = "raw"
 class Coding(NamedTuple):
     """How a leaf is encoded in deltas: a codec, and the maximum relative l2 error or None."""
 
-    codec: str = block_codecs.LOSSLESS
+    codec: str = LOSSLESS
     max_error: float | None = None
 
 
@@ -258,7 +273,9 @@ class DenseKeeper:
     ):
         """Keeps at most ``max_reference_bytes`` of references in host memory, over all saves."""
         self.skip_unchanged = skip_unchanged
-        self.references = References(max_reference_bytes, runtime, hashed=skip_unchanged)
+        self.references = block_codes.References(
+            max_reference_bytes, runtime, hashed=skip_unchanged
+        )
         self._coding_of = coding_of
 
     def capture(
@@ -292,7 +309,9 @@ class DenseKeeper:
     def keep(self, save_id: SaveId, values: Sequence[DenseValue], decoded: Sequence[Array]) -> None:
         """Makes decoded values the reference of a save, once it is committed."""
         data = {value.item_key: one for value, one in zip(values, decoded, strict=True)}
-        self.references.stage(save_id, Left(data, {one.item_key: one.count for one in values}))
+        self.references.stage(
+            save_id, block_codes.Left(data, {one.item_key: one.count for one in values})
+        )
 
     def adopt(
         self,
@@ -345,7 +364,7 @@ def _captured(
                 shared_bytes += chunk.nbytes
             continue
         leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
-        if device_blocks.can_encode(coding.codec, chunk.group):
+        if coding.codec != LOSSLESS and device_blocks.can_encode(coding.codec, chunk.group):
             data, shape = device_blocks.capture(sources[number], chunk.window)
             on_device[chunk.key] = DenseValue(
                 chunk.key, chunk.group, data, shape, chunk.dtype, coding, leaf
@@ -502,8 +521,8 @@ def _encoded(value: DenseValue, parent: Left, runtime: Runtime, skip_unchanged: 
         reference = None
     if value.plain:
         same = skip_unchanged and reference is not None and bool((reference == data).all())
-        pieces = [EncodedBlocks(_RAW, np.arange(1), {"": np.asarray(data)})]
-        return LeafDelta([] if same else pieces, data, block_codecs.LOSSLESS, "", 0.0)
+        pieces = [block_codes.EncodedBlocks(_RAW, np.arange(1), {"": np.asarray(data)})]
+        return block_codes.LeafDelta([] if same else pieces, data, LOSSLESS, "", 0.0)
     if hashes is None and isinstance(data, jax.Array):
         if reference is None or isinstance(reference, jax.Array):
             return device_blocks.encode_leaf_there(

@@ -22,9 +22,7 @@ import numpy as np
 from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId, SaveInfo
-from deltackpt.format.wal_format import Continues
 from deltackpt.policies import BaseOrDelta, Consecutive, Decision, LeftToCompaction
-from deltackpt.reading import stored_saves
 from deltackpt.save.branch import (
     Branch,
     Clocks,
@@ -38,6 +36,7 @@ from deltackpt.state.touch_state import clock_exhausted
 from deltackpt.storage.store import store_path
 
 if TYPE_CHECKING:
+    from deltackpt.format.wal_format import Continues
     from deltackpt.save.tracking_audit import Samples
     from deltackpt.tiers.replicated_steps import ReplicatedSteps
 
@@ -451,6 +450,8 @@ class Lineage:
 
     def _base_of(self, known: Known) -> BaseRef | None:
         """Returns the readable compacted base that replaces a save, or None."""
+        from deltackpt.reading import stored_saves  # Only a save that is gone needs it.
+
         with contextlib.suppress(RestoreError, OSError):
             base = stored_saves.read_compacted(known.path, known.info.save_id, self._item)
             if base is not None:

@@ -21,8 +21,8 @@ from deltackpt.errors import (
     StorageError,
 )
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger import steps as ledger_steps
-from deltackpt.ledger.steps import DamagedSave, losses_of
+from deltackpt.ledger import recovery
+from deltackpt.ledger.recovery import DamagedSave, losses_of
 from deltackpt.reading.wal_index import (
     RecoveryPoint,
     ReplayPlan,
@@ -194,7 +194,7 @@ class RestoreChooser:
     ) -> list[int]:
         """Returns the steps that need a damaged save that a choice needs, ascending."""
         run = self._run
-        found = ledger_steps.find_damaged_save(error, run.root.store_path, run.item)
+        found = recovery.find_damaged_save(error, run.root.store_path, run.item)
         every = run.coordinator.gather("looking for damaged saves", found)
         blamed = {DamagedSave(*one) for one in every if one is not None}
         tried.damaged |= {one for one in blamed if one.every_child}
@@ -242,7 +242,7 @@ class RestoreChooser:
         def find() -> _PlainChoice | None:
             if isinstance(requested, int) and requested in {*run.root.steps()}:
                 return requested, None
-            plan = ledger_steps.plan_to(self._index(), run.root.restorable(), requested)
+            plan = recovery.plan_to(self._index(), run.root.restorable(), requested)
             return None if plan is None else _plain(plan)
 
         return RestoreChoice.from_plain(
@@ -268,7 +268,7 @@ class RestoreChooser:
         steps, found = self._run.root.restorable(), list[RecoveryPoint]()
         with contextlib.suppress(RestoreError, StorageError):  # The steps are known anyway.
             found = self.points()
-        nearest = ledger_steps.nearest(number, steps, found)
+        nearest = recovery.nearest(number, steps, found)
         return f"{nearest}; all_steps() and recovery_points() list what exists"
 
     def _shown(self, requested: int | RecoveryPoint) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from deltackpt.coordination import Coordinator
 from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.handlers import orbax_dense
-from deltackpt.restore.placing import same_bits
+from deltackpt.state.placement import same_bits
 from deltackpt.state.stacks import array_of
 from deltackpt.state.tables import Split
 

@@ -22,21 +22,20 @@ from deltackpt.handlers.items import Handlers
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import Dense, KafkaWal, LocalWal, ManagerOptions, Tiers, Tracking, WalOptions
-from deltackpt.reading.reader import RestoredTables
-from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.resources.runtime import FSYNCS, READS, Runtime
 from deltackpt.save import pending_save
 from deltackpt.save.dense_save import DenseKeeper, codings
 from deltackpt.save.lineage import Clocks, Lineage, new_run
 from deltackpt.save.pending_save import Embeddings
-from deltackpt.session.restored import RestoredState
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.storage import buckets
-from deltackpt.storage.kafka import Topic
 from deltackpt.tracking.fingerprints import RowTracker
 
 if TYPE_CHECKING:
+    from deltackpt.reading.reader import RestoredTables
+    from deltackpt.session.restored import RestoredState
+    from deltackpt.storage.kafka import Topic
     from deltackpt.tiers.replication import ReplicationClient
 
 _logger = logging.getLogger(__name__)
@@ -264,6 +263,8 @@ def _topic(options: ManagerOptions, processes: int) -> Topic | None:
     """Returns the topic of the WAL, after checking that it can be written to."""
     if options.wal is None or not isinstance(backend := options.wal.backend, KafkaWal):
         return None
+    from deltackpt.storage.kafka import Topic
+
     topic = Topic(backend.topic, backend.config)
     if not options.read_only:
         if not backend.topic:
@@ -386,6 +387,8 @@ class Run:
             [self.opened] = opened
             replication = self.replication
             if self.topic is not None:
+                from deltackpt.reading.wal_topics import WalTopics
+
                 self.root.topics = WalTopics(self.topic.config)
             if replication is not None and replication.no_shared_fs:
                 replication.join(functools.partial(self.coordinator.gather, what))

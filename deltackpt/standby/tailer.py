@@ -23,7 +23,8 @@ from deltackpt.errors import (
     without_frames,
 )
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.steps import Steps, in_both, losses_of
+from deltackpt.ledger.recovery import in_both, losses_of
+from deltackpt.ledger.steps import Steps
 from deltackpt.reading import stored_saves
 from deltackpt.reading.wal_index import (
     Loss,

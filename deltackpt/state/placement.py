@@ -41,6 +41,9 @@ _config: Any = jax.config
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+#: Bytes per comparison.
+_COMPARED_BYTES = 1 << 20
+
 #: Name in ``jax.config``, the values that change nothing, and what sets the first for a thread.
 _NEUTRAL: tuple[
     tuple[str, tuple[object, ...], Callable[..., contextlib.AbstractContextManager[object]]], ...
@@ -302,6 +305,16 @@ _Cell = tuple[int, int]
 
 #: In place of the number of a shard: the array itself is it.
 ITSELF = -1
+
+
+def same_bits(one: object, two: object) -> bool:
+    """Returns whether two arrays have the same bits, shape and dtype; copies both to the host."""
+    one, two = np.asarray(one), np.asarray(two)
+    if (one.shape, one.dtype) != (two.shape, two.dtype):
+        return False
+    one, two = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, two))
+    pieces = (slice(at, at + _COMPARED_BYTES) for at in range(0, len(one), _COMPARED_BYTES))
+    return all(np.array_equal(one[piece], two[piece]) for piece in pieces)
 
 
 class OwnedBox(NamedTuple):

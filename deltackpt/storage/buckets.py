@@ -19,7 +19,6 @@ from typing import Any
 
 from deltackpt.errors import OptionError, StorageError, UnsupportedRoot
 from deltackpt.storage import redaction
-from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.posix import user_path
 from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Store, StorePath
 
@@ -83,6 +82,8 @@ class BucketLocation:
                 )
             nodes, below = self.spec["addresses"], folder.rstrip("/")
             return StorePath(NodesStore(nodes, below, token, deadline_secs=deadline_secs), "")
+        from deltackpt.storage.kv_store import KvStore
+
         # The store is the bucket's folder: its keys are relative to it.
         store = KvStore({**self.spec, "path": folder}, self.url, deadline_secs=deadline_secs)
         return StorePath(store, "")

@@ -21,7 +21,7 @@ import math
 import urllib.parse
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,9 @@ from deltackpt.errors import Damaged, Disagreement, StorageError
 from deltackpt.format.naming import DENSE_NODES
 from deltackpt.lazy_import import ts
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.kv_store import Reachable
+
+if TYPE_CHECKING:
+    from deltackpt.storage.kv_store import Reachable
 
 _MANIFEST = "manifest.ocdbt"
 

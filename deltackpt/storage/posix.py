@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
@@ -384,6 +383,8 @@ class DurableDir(NamedTuple):
             try:
                 os.unlink(path.name, dir_fd=folder)
             except (IsADirectoryError, PermissionError):
+                import shutil  # A listing needs none of its compressors.
+
                 shutil.rmtree(path.name, ignore_errors=True, dir_fd=folder)
 
     def remove_file(self, path: Path) -> None:

@@ -26,12 +26,12 @@ from deltackpt.errors import (
 )
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveInfo
+from deltackpt.ledger.bucket_steps import refuse_foreign
 from deltackpt.ledger.committed import SEGMENT_BYTES, CommittedStore
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import ObjectKey
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.lease import epochs
-from deltackpt.ledger.opening import refuse_foreign
 from deltackpt.ledger.upload import Unit, commit
 from deltackpt.maintenance import gc
 from deltackpt.reading import inventory, stored_saves

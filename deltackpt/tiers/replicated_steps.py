@@ -18,9 +18,9 @@ from deltackpt import events
 from deltackpt.errors import Damaged, RestoreError, StorageError, WaitTimeout
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import BaseRef, SaveId, SaveInfo
+from deltackpt.ledger.bucket_steps import BucketSteps
 from deltackpt.ledger.committed import CommittedStore
 from deltackpt.ledger.entries import CatalogEntry, ObjectKey
-from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.steps import local_folder
 from deltackpt.ledger.uploaded_wal import UploadedWals
 from deltackpt.reading import inventory

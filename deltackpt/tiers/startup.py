@@ -20,10 +20,11 @@ from deltackpt.errors import Damaged, DeltackptError, InUse, OptionError
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries
+from deltackpt.ledger.bucket_steps import BucketSteps, refuse_foreign
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import MOST_CLAIMS, LeaseClaim, State
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.opening import BucketSteps, find_item, open_steps, refuse_foreign
+from deltackpt.ledger.opening import find_item, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers

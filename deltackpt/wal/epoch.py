@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A WAL epoch: its header, the writer of this process, and the known recovery points.
-
-A run without a WAL also writes a header if the directory has a WAL, which invalidates the records
-of abandoned training.
-"""
+"""A WAL epoch: its header, the writer of this process, and the known recovery points."""
 
 from __future__ import annotations
 
@@ -31,8 +27,7 @@ from deltackpt.reading.wal_index import RecoveryPoint, WalReader, local_wal_fold
 from deltackpt.reading.wal_locations import NAME, DurableRecord, WalFolder, newest_durable
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save.dense_save import DenseKeeper
-from deltackpt.session.run import Run, WalHooks
-from deltackpt.state.tables import Split
+from deltackpt.session.run import Run
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Exists, store_path
 from deltackpt.wal import kafka_writer
@@ -226,38 +221,6 @@ def write_head(
             continue  # Another trainer's; the lease decides between us.
         copy.store.put(copy.key, data)
         return head
-
-
-class EndedWal(WalHooks):
-    """The ``WalHooks`` of a manager that saves without a WAL: ends the WAL of earlier runs."""
-
-    def __init__(self, run: Run):
-        self._run = run
-        self._reader = WalReader(run.root.wal_location)
-        self.begun = ""
-
-    def start_epoch(self, split: Split) -> None:
-        """See ``WalHooks``: writes a header if the directory has a WAL."""
-        lineage = self._run.lineage
-        known, continues = lineage.newest_known, lineage.forked_from
-        if known is None or known.continues != continues:
-            continues = None
-        self._end("starting a WAL epoch", None if known is None else known.info.save_id, continues)
-        self.begun = lineage.run
-
-    def deleted(self, step: SaveId, *, is_needed: bool) -> None:
-        """See ``WalHooks``: a header without a parent point misses no trimmed record."""
-        self._run.lineage.forget(step)
-        if is_needed:
-            self._end("ending the WAL", self._run.lineage.newest_committed, None)
-
-    def _end(self, what: str, base: SaveId | None, continues: Continues | None) -> None:
-        def write() -> None:
-            if self._reader.numbers():
-                self._run.check_lease()
-                write_head(self._run, self._reader, base, continues)
-
-        self._run.coordinator.from_process_0(what, write, fatal=True)
 
 
 def wal_key(head: EpochHeader) -> str:

@@ -6,7 +6,7 @@ and decides whether it is full, so a failure on one process invalidates one reco
 the next. If a call saves a step instead of appending a record, all processes do: see
 ``save_requests``. A process therefore raises an error only after everything that the others wait
 for, so that all stay at the same collective. Process 0 writes the header of an epoch.
-``epoch.EndedWal`` replaces the recorder in a manager without a WAL.
+``ended.EndedWal`` replaces the recorder in a manager without a WAL.
 """
 
 from __future__ import annotations

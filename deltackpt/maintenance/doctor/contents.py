@@ -16,7 +16,8 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.row_blocks import PLAIN
 from deltackpt.ledger.directory import Root, is_leftover
 from deltackpt.ledger.lease import read_lease, utc
-from deltackpt.ledger.steps import Steps, in_both, losses_of
+from deltackpt.ledger.recovery import in_both, losses_of
+from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance.doctor.machine import SCHEME, Finding
 from deltackpt.reading import chains, stored_saves
 from deltackpt.reading.stored_dense import StoredItem
@@ -85,8 +86,8 @@ def content_findings(
 
 def bucket_findings(url: str, read_only: bool, endpoint: str | None = None) -> Iterator[Finding]:
     """Checks a bucket; unless ``read_only``, probes its conditional writes too."""
+    from deltackpt.ledger.bucket_steps import refuse_foreign
     from deltackpt.ledger.journal import Journal
-    from deltackpt.ledger.opening import refuse_foreign
     from deltackpt.storage import buckets
 
     try:
