@@ -270,6 +270,16 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, are
     assert_holds(path, written, groups)
 
 
+def test_rows_of_another_shape_are_refused(tmp_path):
+    with layer_file(tmp_path / "layer") as file:
+        layer = file.start_layer(manifest_of())
+        for shape in ((10, 3), (10, 1), (10, 8)):
+            writer = layer.array("t", "v", (10, 4), np.dtype(np.float32))
+            with pytest.raises(ValueError, match="reshape"):
+                writer.write(np.zeros(shape, np.float32))
+        layer.abandon()
+
+
 @pytest.mark.parametrize("width", [64, 100])
 def test_a_long_array_is_written_from_its_memory_by_two_threads(tmp_path, monkeypatch, width):
     rows, together, taken = aligned(40_000, width), threading.Barrier(2), []

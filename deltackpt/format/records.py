@@ -151,7 +151,7 @@ def to_bytes(record: object, magic: str, kept: Set[str] = frozenset()) -> bytes:
     return data
 
 
-#: The bytes of fields that equal records share.
+#: Encoded ``kept`` fields, by the identity of their values, which nothing may alter.
 _packed: IdentityCache[bytes] = IdentityCache()
 
 

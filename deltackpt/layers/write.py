@@ -355,6 +355,7 @@ class OpenLayer:
         fitting = (len(room) - padding) // (chunk_rows * row_bytes) * chunk_rows
         count = min(len(rows), max(chunk_rows, fitting))
         data = np.ascontiguousarray(rows[:count]).reshape(-1).view(np.uint8)
+        data = data.reshape(count * row_bytes)  # Rows of another shape raise ValueError.
         chunk_bytes = chunk_rows * row_bytes
         if whole := len(data) // chunk_bytes * chunk_bytes:
             sums, out = BlockSums(chunk_bytes), room[padding : padding + whole]
@@ -435,7 +436,7 @@ class OpenLayer:
     ) -> int:
         """Describes whole chunks from an offset on, by their CRC32Cs; continues ``crc`` over them.
 
-        The padding lies before the first one.
+        ``padding`` precedes the first one.
         """
         nbytes = array.chunk_rows * array.row_bytes
         join = joiner(nbytes)

@@ -222,7 +222,7 @@ class FieldSource:
     def dispatch_bits(self, rows: np.ndarray) -> Callable[[], np.ndarray]:
         """Starts to read ``bits`` from the shards that hold them; returns a function that waits."""
         found = np.empty((len(rows), *self.trailing), self.dtype)
-        chunks = []
+        row_items, chunks = math.prod(self.trailing), []
         if self.on_host:
             self.gather(rows, found)
         else:
@@ -234,12 +234,12 @@ class FieldSource:
         def landed() -> np.ndarray:
             for out, landing in chunks:
                 out[...] = np.asarray(landing)[: len(out)]
-            return found.reshape(len(rows), math.prod(self.trailing)).view(np.uint8)
+            return found.reshape(len(found), row_items).view(np.uint8)
 
         return landed
 
-    def held(self, rows: np.ndarray) -> np.ndarray | slice:
-        """Returns the positions of the rows, among some ascending ones, that a shard holds."""
+    def held_positions(self, rows: np.ndarray) -> np.ndarray | slice:
+        """Returns the positions of the ``rows``, ascending, that a shard holds."""
         ends = np.searchsorted(rows, self.bounds)
         if (ends[:, 1] - ends[:, 0]).sum() == len(rows):
             return slice(None)

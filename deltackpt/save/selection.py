@@ -66,9 +66,9 @@ class FieldPlan:
 class StampBatch(NamedTuple):
     """Tables whose stamps are read together, each with its spans on this process, ascending.
 
-    ``end_to_end`` is the path of the TouchState and which shards of ``Division.stamps`` hold the
-    stamps, if the tables are adjacent, read whole, and have all their stamps in one TouchState and
-    in the host memory of this process; else None.
+    ``end_to_end`` is the path of a TouchState and the slice of its shards in ``Division.stamps``,
+    if the tables are adjacent, read whole, and have all their stamps in that TouchState and in the
+    host memory of this process; else None.
     """
 
     tables: tuple[tuple[TableEntry, tuple[Span, ...]], ...]
@@ -398,13 +398,14 @@ class Stamps:
         self, group: GroupEntry, rows: np.ndarray
     ) -> Callable[[], dict[str, np.ndarray]]:
         """Starts to read ``at``; returns a function that waits for the result."""
-        landing = []
+        # The returned function does not refer to the state: later steps donate it.
+        landing, places = [], self.places
         for place, source in self._sources[group.name].items():
-            positions = source.held(rows)
+            positions = source.held_positions(rows)
             landing.append((place, positions, source.dispatch_bits(rows[positions])))
 
         def landed() -> dict[str, np.ndarray]:
-            found = {place: np.full(len(rows), -1, np.int32) for place in self.places}
+            found = {place: np.full(len(rows), -1, np.int32) for place in places}
             for place, positions, bits in landing:
                 found[place][positions] = bits().view(np.int32)[:, 0]
             return found
