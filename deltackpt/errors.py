@@ -114,7 +114,7 @@ class OutOfSpace(StorageError):
 
 
 class UnsupportedRoot(DeltackptError, ValueError):
-    """deltackpt cannot commit on the scheme or file system of the checkpoint directory."""
+    """deltackpt cannot use the scheme, file system or path of the checkpoint directory."""
 
 
 class TargetExists(DeltackptError, FileExistsError):

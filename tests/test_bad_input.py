@@ -122,6 +122,14 @@ def test_a_template_mismatch_names_both_sides(written, spoil, match):
         assert reader.restore_latest().step == 2
 
 
+def test_a_leaf_with_a_sharding_and_without_a_shape_is_not_a_table(written):
+    root, state = written
+    with manager(root, access="read") as reader:
+        template = with_table(state, "tiny", ocp.ArrayRestoreArgs(sharding=halves()))
+        with pytest.raises(errors.TableSelectionError, match="tables/tiny is a ArrayRestoreArgs"):
+            reader.restore_latest(template)
+
+
 def optax_state(tables=("items", "users"), optimizer=None) -> dict:
     optimizer = optimizer or optax.adagrad(0.1)
     params = {"tables": {name: jnp.ones((50, 4)) for name in tables}, "w": jnp.ones(3)}

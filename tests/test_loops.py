@@ -601,6 +601,20 @@ def test_the_last_step_is_saved_again_after_a_rollback(tmp_path):
     assert_same(leaves(found), leaves(other))
 
 
+def test_the_restored_step_is_saved_again_after_its_deletion(tmp_path):
+    state = ADAGRAD.state()
+    with checkpoints(tmp_path) as saves:
+        for step in (2, 4):
+            saves.after_step(step, state)
+    with checkpoints(tmp_path) as saves:
+        state, done = saves.resume(state)
+        assert saves.save(done, state) is None
+        saves.manager.delete(done)
+        assert saves.save(done, state) is not None
+        assert saves.save(done, state) is None
+        assert saves.manager.all_steps() == [2, 4]
+
+
 def test_the_step_of_a_preemption_is_durable_even_if_an_earlier_save_failed(tmp_path):
     state = ADAGRAD.state()
     with checkpoints(tmp_path, every=100) as saves:

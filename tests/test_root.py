@@ -208,9 +208,10 @@ def test_a_full_file_system_is_out_of_space(tmp_path):
         assert steps_in(path) == [3]
 
 
-def test_only_canonical_step_names_are_steps(tmp_path):
+def test_only_directories_with_canonical_names_are_steps(tmp_path):
     for name in ("0", "12", "007", "12.orbax-checkpoint-tmp", "٣", "rolled-back", "deleted"):
         (tmp_path / name).mkdir()
+    (tmp_path / "13").write_text("a file")
     assert steps_in(tmp_path) == [0, 12]
 
 

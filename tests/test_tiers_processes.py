@@ -104,6 +104,26 @@ def test_a_job_saves_to_a_bucket_and_another_resumes_elsewhere(
     assert at_root() == [0, 1, 3, 4]
 
 
+@pytest.mark.parametrize(("shared", "is_restored"), [(True, True), (False, True), (False, False)])
+def test_a_deleted_step_is_saved_again(server, bucket, tmp_path, shared, is_restored):
+    url = bucket.bucket(f"again{shared}{is_restored}".lower()) + "/run"
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        opened(job, url, tmp_path, bucket.endpoint, shared=shared)
+        job.all("start", place=PLACE)
+        assert [saved(job, step) for step in range(3)] == ["base", "delta", "delta"]
+        if is_restored:
+            assert_restores(job, 2)
+        job.all("delete", step=2)
+        assert saved(job, 2) == "base"
+        assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 2]
+        job.close()
+    assert verify_root(url, endpoint=bucket.endpoint).intact
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        opened(job, url, tmp_path / "elsewhere", bucket.endpoint, shared=True)
+        assert_restores(job, 2)
+        job.close()
+
+
 def test_unmarked_rows_of_one_process_leave_the_epoch_after_them_to_process_0(bucket, tmp_path):
     url, log = bucket.bucket("unmarked") + "/run", {"directory": str(tmp_path / "log")}
 

@@ -44,7 +44,7 @@ _COMMANDS = {
     ),
     r"(?:restore an older step: )?restore_latest\(\) falls back automatically"
     r"(?: to the previous recovery point)?": _INTACT,
-    r"restore_latest\(\) examines all of them": "deltackpt verify examines all of them",
+    r"restore_latest\(\) examines all steps": "deltackpt verify examines all steps",
 }
 
 

@@ -44,7 +44,7 @@ def restore_chain(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[Sav
     broken = chain[-1]
     where = "" if broken is target else f"step {broken.step_dir} of its chain: "
     raise BrokenChain(
-        f"step {target.step_dir}: {where}{problem}; {known}; restore_latest() examines all of them"
+        f"step {target.step_dir}: {where}{problem}; {known}; restore_latest() examines all steps"
     )
 
 

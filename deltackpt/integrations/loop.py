@@ -114,6 +114,8 @@ class LoopCheckpoints:
         self._save_pending = False
         #: The step that the loop resumed from or saved last.
         self._newest: int | None = None
+        #: Whether that is a recovery point, which has no step of its own.
+        self._is_point = False
         tables = Tables(select=paths.DEFAULT_SELECT) if tables is None else tables
         handlers: dict[str, object] = {naming.EMBEDDINGS_ITEM: tables}
         if data is not None:
@@ -151,7 +153,7 @@ class LoopCheckpoints:
         if self._data is not None:
             with self._processes.together(f"resuming the data iterator of step {found.step}"):
                 move_to(self._data, found.items[DATA_ITEM])
-        self._newest = found.step
+        self._newest, self._is_point = found.step, found.point is not None
         return _put_back(state, found.state), found.step
 
     def after_step(self, step: int, state: PyTree) -> Saved | None:
@@ -204,12 +206,20 @@ class LoopCheckpoints:
         return saved
 
     def _is_committed(self, step: int) -> bool:
-        """Whether a captured step was committed and no rollback has removed it."""
+        """Whether a captured step was committed, and neither rolled back nor deleted."""
+        failed = False
         try:
             self.manager.wait_until_finished()
         except SaveFailed:
-            return False
-        return self.manager.resume_step == step
+            failed = True
+
+        def exists() -> bool:
+            if failed or self.manager.resume_step != step:
+                return False
+            return self._is_point or step in self.manager.all_steps()
+
+        # Each process may list other steps.
+        return self._processes.from_process_0(f"looking for step {step}", exists)
 
     def close(self) -> None:
         """Waits for the saves in flight and releases the directory.
@@ -251,7 +261,7 @@ class LoopCheckpoints:
         if saved is None:
             return
         if saved.kind is not None:
-            self._newest = saved.step
+            self._newest, self._is_point = saved.step, False
         self._save_pending = (
             saved.kind is None and self.manager.options.writes.when_busy == "coalesce"
         )

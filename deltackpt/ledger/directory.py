@@ -220,8 +220,7 @@ class Root(Steps):
 
     def steps(self) -> list[int]:
         """See ``Steps``; StorageError if the directory no longer exists."""
-        numbers = map(naming.step_number, posix.listing(self.path))
-        return [number for number in numbers if number is not None]
+        return _steps_in(self.path)
 
     def newest_lease(self) -> Lease | None:
         """Returns the newest lease; Damaged if it was not signed, None if never taken."""
@@ -398,6 +397,13 @@ class Root(Steps):
                 super().close()
 
 
+def _steps_in(path: Path) -> list[int]:
+    """Returns the numbers of the folders that are steps."""
+    with posix.typed_errors(path, "list it"), os.scandir(path) as entries:
+        found = {naming.step_number(entry.name): entry for entry in entries}
+        return [step for step, entry in found.items() if step is not None and entry.is_dir()]
+
+
 def _refuse_foreign(path: Path) -> None:
     entries = {name for name in posix.listing(path) if not name.startswith(".")}
     if _is_step_dir(path, entries):
@@ -421,8 +427,8 @@ def _refuse_foreign(path: Path) -> None:
 
 def _refuse_other_item(path: Path, item: str) -> None:
     """Rejects a directory whose steps belong to stock Orbax or to another item."""
-    steps = [name for name in posix.listing(path) if naming.step_number(name) is not None]
-    newest = path / max(steps, key=int, default="")
+    steps = _steps_in(path)
+    newest = path / str(max(steps, default=""))
     if steps and not (newest / item).is_dir() and stored_saves.is_checkpoint(newest):
         raise stored_saves.foreign(newest, item)
 

@@ -96,7 +96,7 @@ class Catalog:
             # The same error on every process, which may catch it and continue.
             raise OptionError(found) if refusal == OptionError.__name__ else StepNotFound(found)
         run.newest = run.coordinator.from_process_0("the newest step", run.root.newest_step)
-        if step == run.restored:
+        if run.restored in (None, step):
             run.deleted = step
         run.wal.deleted(SaveId(*found), is_needed=is_needed)
 

@@ -436,7 +436,7 @@ class Restorer:
             replayed=None if found.recorded is None else found.recorded.rows,
             continues=continues,
         )
-        run.restored = found.step
+        run.restored, run.deleted = found.step, None
         state_at = RestoredState.from_split(split, functools.partial(self._equals, choice))
         run.restored_state = run.position, state_at
         if run.dense is not None and found.recorded is None and found.expected is not None:

@@ -344,7 +344,7 @@ class Run:
         self.item, self.choice, self.extra = handlers
         #: The step that the next save continues from, if it is not the newest one.
         self.restored: int | None = None
-        #: The restored step that was deleted since: it may be saved again.
+        #: The deleted step that the next save may replace: the restored or the newest one.
         self.deleted: int | None = None
         #: The restored state, and where training continued from it.
         self.restored_state: tuple[object, RestoredState] | None = None
@@ -457,7 +457,7 @@ class Run:
 
     def check_above(self, step: int) -> None:
         """Raises OptionError if a step is not greater than the newest or the restored one."""
-        newest = self.newest if self.restored is None else self._restored_newest
+        newest = self._before_next
         parent = self.lineage.newest_committed
         if newest is not None and parent is not None:
             # A save that was reported as failed may be committed nevertheless.
@@ -481,21 +481,23 @@ class Run:
         )
 
     @property
-    def _restored_newest(self) -> int | None:
-        """The step that the first save after a restore must exceed."""
-        if self.restored is None or self.restored != self.deleted:
-            return self.restored
-        return self.restored - 1
+    def _before_next(self) -> int | None:
+        """The step that the next save must exceed."""
+        if self.restored is None:
+            return self.newest
+        return self.restored - 1 if self.restored == self.deleted else self.restored
 
     def roll_back(self, step: int) -> None:
         """Moves steps later than the restored one aside, once, before the first save (``step``)."""
-        if self.restored is None:
+        # Without a shared file system, shards of a deleted step remain.
+        if self.restored is None and (self.deleted is None or not self.no_shared_fs):
             return
+        newest = self._before_next
         # The others list no steps before process 0 has moved them.
-        what = f"continuing from step {self.restored} with step {step}"
+        what = f"continuing with step {step}, after step {newest}"
         with self.coordinator.together(what, fatal=True):
-            self.ledger.roll_back(self.restored, self.lineage.run)
-        self.newest, self.restored, self.deleted = self._restored_newest, None, None
+            self.ledger.roll_back(-1 if newest is None else newest, self.lineage.run)
+        self.newest, self.restored, self.deleted = newest, None, None
 
     def end_hashing(self) -> None:
         """Makes the next save a base if a TouchState has replaced fingerprints.

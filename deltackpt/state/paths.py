@@ -233,11 +233,13 @@ def check_template(template: PyTree) -> None:
 
 def _misfit(leaf: Leaf) -> str | None:
     """Returns why the sharding of an abstract array cannot divide it; None if it can."""
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(leaf, jax.Array) or not isinstance(sharding, jax.sharding.Sharding):
+    sharding, shape = getattr(leaf, "sharding", None), getattr(leaf, "shape", None)
+    if not (isinstance(sharding, jax.sharding.Sharding) and isinstance(shape, tuple)):
+        return None
+    if isinstance(leaf, jax.Array):
         return None
     try:
-        sharding.shard_shape(leaf.shape)
+        sharding.shard_shape(shape)
     except ValueError as error:
         return str(error)
     return None

@@ -282,14 +282,20 @@ class ReplicationClient:
             }
             bases = (one.save_id for one in self.steps.uploaded_bases() if one.step > step)
             saves = sorted({*later.values(), *bases})
+            # Shards of deleted steps are still staged.
+            staged = self.local.saves().items()
+            gone = {*saves, *(one.save_id for number, one in staged if number > step and one)}
             # Local saves first: they would be uploaded regardless of earlier orders.
             moved = self.local.roll_back(step, run)
             if not later:
+                if moved:
+                    self._order(gone=gone)
+                    self.replicas.forget(gone)
                 return moved
             # Orders first: they tell the next start which replicas do not count.
             removals = rolled_back(saves, self.local.item, run)
-            self._order(removals, gone=saves, **self.orders.next_generation(run))
-            self.replicas.forget(saves)
+            self._order(removals, gone=gone, **self.orders.next_generation(run))
+            self.replicas.forget(gone)
         if self.leads and (uploaded := sorted(later.keys() - {*moved})):
             events.warn(
                 f"{self}: resuming from step {step}, the later steps {uploaded} are rolled back"
