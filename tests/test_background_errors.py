@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import re
 import signal
@@ -192,7 +193,8 @@ def interrupted(
 ) -> bool:
     """Calls a function; interrupts it once it has entered so many functions of the package.
 
-    Or ``at`` their "return"; only functions with a ``name`` count if there is one.
+    ``at`` is the event that counts instead, as in ``sys.setprofile``; ``name`` the only function in
+    which it does, if there is one.
     """
     left = iter(range(after))
 
@@ -243,17 +245,29 @@ def test_training_continues_after_a_call_that_was_interrupted_anywhere(tmp_path,
         assert number > 8
 
 
-@pytest.mark.parametrize("name", ["Reservation.acquire", "WalWriter.submit"])
-def test_an_append_interrupted_as_a_function_returns_keeps_no_memory(tmp_path, name):
+@pytest.mark.parametrize(
+    "name, at",
+    [
+        ("Reservation.acquire", "return"),
+        ("WalWriter.submit", "return"),
+        ("WalWriter.submit", "c_return"),  # Of the built-in functions that it calls.
+    ],
+)
+def test_an_append_interrupted_as_a_function_returns_keeps_no_memory(tmp_path, name, at):
     options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
     with deltackpt.CheckpointManager(
         tmp_path, handlers=leaver.HANDLERS, options=options
     ) as manager:
         model.commit(manager, 0, STATE, touched=MARKS)
-        append = functools.partial(manager.append, 1, STATE, touched=MARKS)
-        assert interrupted(append, at="return", name=name)
-        manager.wait_appended()
-        assert not manager._recorder._runtime.memory.reserved_bytes
+        recorder = manager._recorder
+        assert recorder is not None
+        for after in itertools.count():
+            append = functools.partial(manager.append, after + 1, STATE, touched=MARKS)
+            if not interrupted(append, after, at=at, name=name):
+                break
+            manager.wait_appended()
+            assert not recorder._runtime.memory.reserved_bytes
+        assert after
 
 
 @pytest.mark.processes

@@ -209,7 +209,7 @@ class Step:
         """
         if self.point is not None:
             return ()
-        with self.detect_removal():
+        with self._detect_removal():
             return saved_leaves(self._own)
 
     @functools.cached_property
@@ -221,7 +221,7 @@ class Step:
         if self.point is not None:
             found = [naming.DENSE_ITEM] if self._own.layout.dense else []
             return MappingProxyType({name: self._item(name) for name in found})
-        with self.detect_removal():
+        with self._detect_removal():
             found = [
                 name
                 for name in self._store_path.folders()
@@ -250,10 +250,10 @@ class Step:
         target = self._saves.target
         if not target.compacted:
             return target
-        with self.detect_removal():
+        with self._detect_removal():
             return stored_saves.read_save(self._store_path, target.item)
 
-    def detect_removal(self) -> contextlib.AbstractContextManager[None]:
+    def _detect_removal(self) -> contextlib.AbstractContextManager[None]:
         """Raises ``StepGone`` for errors in its block if the step was removed or replaced."""
         target = self._saves.target
         return stored_saves.detect_removal(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import hmac
 import http
@@ -458,12 +457,12 @@ class _Forwarded:
         self._store, self._key = store, key
         self.version = store.version(key)
         self.nbytes = store.length(key)
-
-    @functools.cached_property
-    def _buffer(self) -> memoryview:
-        return memoryview(bytearray(min(self.nbytes, wire.PIECE_BYTES)))
+        self._buffer = memoryview(b"")
 
     def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
+        nbytes = min(nbytes, wire.PIECE_BYTES)
+        if len(self._buffer) < nbytes:
+            self._buffer = memoryview(bytearray(nbytes))
         piece = self._buffer[:nbytes]
         self._store.read_into(self._key, start, [piece])
         if self._store.version(self._key) != self.version:

@@ -544,7 +544,6 @@ class Uploader(Cursor):
     def _report_uploaded(self, upload: _Upload) -> None:
         save, recent, now = upload.save, self.progress.recent, time.time()
         assert upload.committed is not None
-        upload.reports.remove()
         del self._uploads[save.key]
         record = UploadRecord(
             number=recent[-1].number + 1 if recent else 1,
@@ -559,6 +558,7 @@ class Uploader(Cursor):
         _logger.info(
             "uploaded step %d: %d bytes in %.2f s", save.step, record.nbytes, record.seconds
         )
+        upload.reports.remove()  # If that fails, the next claim removes them.
 
 
 def delay_secs(made: Sequence[float], now: float, process: int, processes: int) -> float:

@@ -122,10 +122,10 @@ class WalWriter:
                         "No touched row is lost: the next append() contains them",
                     ) from error
                 self._thread = thread
+            self._changed.notify_all()
+            # Python handles no signal until ``append`` has returned: all of it happens, or none.
             # Batches from before ``roll`` may still be queued: they belong to the old file.
             batch.begins_file, self._roll = self._roll, False
-            # The last statement: an interrupt before it has queued nothing.
-            self._changed.notify_all()
             batch.queued = self._busy = True
             self._queue.append(batch)
 

@@ -593,7 +593,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
     def _restore_data(self, step: inspect.Step) -> None:
         if self._dataset_iterator is None:
             return
-        with step.detect_removal():
+        with stored_saves.detect_removal(step.path):
             step.check_exists()  # It may be another save of the number since it was opened.
             self._check_position(step)
             # If a file is missing or altered, the iterator is not moved.
@@ -609,6 +609,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
     def _check_position(self, step: inspect.Step) -> None:
         """Checks that a step holds the data position of the current number of processes."""
         if not (step.path / _DATASET).is_dir():
+            step.check_exists()
             raise TemplateMismatch(
                 f"{step.path}: expected a data position ({_DATASET}), found none; turn "
                 "restore_dataset and save_dataset off to start from this step"
@@ -619,6 +620,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         if coordination.process_count() > 1:
             name = f"process_*-of-{coordination.process_count()}/{name}"
         if not any((step.path / _DATASET).glob(f"{name}*")):
+            step.check_exists()
             files = (step.path / _DATASET).rglob("train_ds-*")
             found = sorted({path.name.partition(".")[0] for path in files})
             raise TemplateMismatch(
@@ -631,7 +633,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         with self._processes.together(f"reading the contents of step {step}"):
             found = inspect.open(self._links.root).at(step)
             if self._dataset_iterator is not None:
-                with found.detect_removal():
+                with stored_saves.detect_removal(found.path):
                     self._check_position(found)
             return leaves_of(found)
 
