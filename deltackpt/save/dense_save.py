@@ -269,6 +269,7 @@ class DenseKeeper:
         self.references = block_codes.References(
             max_reference_bytes, runtime, hashed=skip_unchanged
         )
+        self.encodes_on_device = device_blocks.can_encode  # Imported before the first save.
         self._coding_of = coding_of
 
     def capture(
@@ -358,7 +359,7 @@ def _captured(
         else:
             leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
             group, _ = _form_of(chunk.shape, source.dtype)
-            if coding.codec != LOSSLESS and device_blocks.can_encode(coding.codec, group):
+            if keeper is not None and keeper.encodes_on_device(coding.codec, group):
                 data, shape = device_blocks.capture(source, chunk.window)
                 on_device[chunk.key] = DenseValue(
                     chunk.key, group, data, shape, source.dtype, coding, leaf
