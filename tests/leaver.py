@@ -70,12 +70,12 @@ def hold_back(task: dict[str, Any]) -> None:
 
 
 def train(task: dict[str, Any], keep: Callable[[Any], None]) -> None:
-    """Commits step 1 and leaves step 2 in flight."""
+    """Commits step 1 and leaves step 2 in flight, after which retention imports what it needs."""
     manager = deltackpt.CheckpointManager(
         task["root"],
         handlers=HANDLERS,
         options=deltackpt.ManagerOptions(
-            timeouts=deltackpt.Timeouts(close_secs=task["close_secs"])
+            max_to_keep=1, timeouts=deltackpt.Timeouts(close_secs=task["close_secs"])
         ),
     )
     keep(manager)

@@ -94,6 +94,8 @@ def test_a_program_that_ends_without_close_loses_no_step(tmp_path, code, task):
     assert "Event loop is closed" not in found.stderr
     assert ("ValueError: the training diverged" in found.stderr) == (task.get("ending") == "raise")
     assert_restores(tmp_path, 2)
+    # Retention has removed step 1 unless step 2 is a delta.
+    assert (tmp_path / "1").exists() == (task.get("kind") != "base")
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,7 @@ _COMMANDS = {
     "history": ("inspect_commands", "history", "Show the values of rows at each step."),
     "report": ("inspect_commands", "report", "Write an HTML page about a directory."),
     "verify": ("maintenance_commands", "verify", "Read every byte; report what can be restored."),
-    "plan": (
-        *("maintenance_commands", "plan"),
-        "Show what a restore reads and how long it takes.",
-    ),
+    "plan": ("maintenance_commands", "plan", "Show what a restore reads and how long it takes."),
     "gc": ("maintenance_commands", "gc", "Remove unneeded files after training has ended."),
     "copy": ("maintenance_commands", "copy", "Copy steps and everything needed to restore them."),
     "compact": ("maintenance_commands", "compact", "Merge the chain of a step into a new base."),
@@ -62,7 +59,8 @@ _COMMANDS = {
     "node-store": ("daemons", "node_store", "Serve a directory as one node of a store."),
     "follow": ("daemons", "follow", "Keep the newest weights in memory, for serving."),
     "doctor": (
-        *("maintenance_commands", "doctor"),
+        "maintenance_commands",
+        "doctor",
         "Check a directory, the machine and the installation.",
     ),
     "export": ("exchange", "export", "Convert a step to Orbax, safetensors or Parquet."),
@@ -88,7 +86,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _COMMANDS:
             return _load(cmd_name)
-        self.commands = {name: _load(name) for name in _COMMANDS}  # click suggests a similar one.
+        self.commands = {name: _load(name) for name in _COMMANDS}  # click suggests a similar name.
         return None
 
 

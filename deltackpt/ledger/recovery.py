@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be restored: which steps a damaged file loses, which WAL records replay onto a step.
+"""Finds the steps that a damaged file affects, and the WAL records that replay onto a step.
 
 If a file of a save is damaged, the steps that need it are given up unread. An error may also come
 from the network, from permissions, or from another save's record, so the named file must differ

@@ -276,6 +276,7 @@ class DenseKeeper:
         self.references = block_codes.References(
             max_reference_bytes, runtime, hashed=skip_unchanged
         )
+        self.encodes_on_device = device_blocks.can_encode  # Imported before the first save.
         self._coding_of = coding_of
 
     def capture(
@@ -364,7 +365,7 @@ def _captured(
                 shared_bytes += chunk.nbytes
             continue
         leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
-        if coding.codec != LOSSLESS and device_blocks.can_encode(coding.codec, chunk.group):
+        if keeper is not None and keeper.encodes_on_device(coding.codec, chunk.group):
             data, shape = device_blocks.capture(sources[number], chunk.window)
             on_device[chunk.key] = DenseValue(
                 chunk.key, chunk.group, data, shape, chunk.dtype, coding, leaf
