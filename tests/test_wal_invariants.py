@@ -485,6 +485,8 @@ class LogMachine(RuleBasedStateMachine):
             copy = self.copied()
         self.state = {name: part for name, part in self.state.items() if name != "more"}
         self.restart_in(copy)
+        # The next epoch does not continue from the records above the lost save.
+        self.log(rows, by_ids, full=True)
 
     def copied(self):
         """Returns a copy of the root."""
