@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import shutil
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax.numpy as jnp
 import pytest
 import servers
 from damages import DAMAGES, HOWS, flip
@@ -43,6 +45,7 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.uploaded_wal import contiguous, pieces_at
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import StorePath
+from deltackpt.testing import paused_saves
 from deltackpt.tiers import wal_upload
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.replication import ReplicationClient
@@ -349,6 +352,35 @@ def test_the_remote_steps_decide_which_records_are_removed(alone, one):
     place = one.place() / naming.LOG
     assert {name.partition("/")[0] for name in place.keys()} == {ref.prefix.partition("/")[2]}
     one.resumed(12, wait_for="staging")
+
+
+def test_points_below_a_step_with_other_leaves_stay_until_it_is_uploaded(alone, one, other):
+    with one.manager(wait_for="staging") as manager:
+        for step in (0, 1):
+            one.save(manager, step)
+        one.log(manager, 2, 3)
+        upload_all(one)
+        uploaded = copy.copy(one)
+        with paused_saves(one.stage.steps):
+            for step, kind in ((4, None), (5, "full")):
+                one.train(step)
+                one.state = {**one.state, "more": jnp.zeros(4)}
+                assert manager.append(step, one.state, touched=one.touched).kind == kind
+            upload_all(one)
+            assert [point.step for point in one.points()] == [3, 2]
+            with other.manager(access="read") as reader:
+                assert other.restore(reader).step == 3
+                assert same(other.held(), uploaded.held())
+        manager.wait_appended()
+        manager.wait_until_finished()
+        upload_all(one)
+        assert one.root() == [0, 1, 4] and one.newest() == 5
+        assert len(one.journal().known.entry.logs) == 2
+        one.train(6)
+        manager.save(6, {**one.state, "more": jnp.zeros(4)}, touched=one.touched)
+    upload_all(one)
+    assert one.root() == [0, 1, 4, 6]
+    assert len(one.journal().known.entry.logs) == 1
 
 
 def test_the_wal_is_replayed_past_a_damaged_remote_step(alone, one, other):

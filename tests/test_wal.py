@@ -19,8 +19,10 @@ from test_follower import grown
 
 import deltackpt
 from deltackpt import RecoveryPoint, touched
-from deltackpt.errors import OptionError, SaveFailed, TrackingError, WaitTimeout
+from deltackpt.errors import OptionError, SaveFailed, StorageError, TrackingError, WaitTimeout
 from deltackpt.layers import merge
+from deltackpt.maintenance.gc import collect
+from deltackpt.maintenance.verify import verify_root
 from deltackpt.reading import reader
 from deltackpt.testing import STEP_FILES, Disk, TrainingRun, paused_saves
 from deltackpt.wal.recorder import Recorder
@@ -158,6 +160,12 @@ def test_records_of_a_point_that_training_has_returned_to_are_not_trimmed(run):
     assert_found_again(run)
 
 
+def grow(run):
+    run.state = grown(run.state, 5, "users")
+    table = {"tables/users": run.state["tables"]["users"]}
+    run.touched = touched.grow(run.touched, table)
+
+
 @pytest.mark.parametrize("grows", [True, False], ids=["table", "leaf"])
 @pytest.mark.parametrize("resumed", [True, False])
 def test_points_count_until_a_step_with_other_tables_or_leaves_is_committed(
@@ -174,9 +182,7 @@ def test_points_count_until_a_step_with_other_tables_or_leaves_is_committed(
         run.append()
         run.manager.wait_appended()
         if grows:
-            run.state = grown(run.state, 5, "users")
-            table = {"tables/users": run.state["tables"]["users"]}
-            run.touched = touched.grow(run.touched, table)
+            grow(run)
         else:
             run.state = {**run.state, "more": jnp.zeros(4)}
         with paused_saves(run.root):
@@ -190,6 +196,60 @@ def test_points_count_until_a_step_with_other_tables_or_leaves_is_committed(
     with run.open(deltackpt.ManagerOptions(access="read")) as manager:
         assert run.points() == [*range(durable + 1, 0, -1)]
         run.check(manager.restore_latest(run.states[durable + 1]))
+
+
+def test_points_below_a_step_with_other_tables_are_removed_as_records_below_a_step_are(tmp_path):
+    """Restores need them until the step is committed, and after that if it is damaged."""
+    run, copies = WalRun(tmp_path / "root", options=options()), [tmp_path / "1", tmp_path / "2"]
+    with run.started() as manager:
+        run.save()
+        durable = run.append_durably(2).step
+        grow(run)
+        with paused_saves(run.root):
+            assert run.append().saved is not None
+            assert run.append().kind == "full"
+            shutil.copytree(run.root, copies[0])
+        manager.wait_until_finished()
+        manager.wait_appended()
+        manager.wait_until_finished()
+        shutil.copytree(run.root, copies[1])
+        shutil.rmtree(copies[1] / str(durable + 1))
+        run.save()
+        run.save()
+        manager.wait_appended()
+    assert [one.name for one in (run.root / "log").iterdir() if one.is_dir()] == ["1"]
+    assert not verify_root(run.root).problems
+    for run.root in copies:
+        collect(run.root, offline=True)
+        with run.open(deltackpt.ManagerOptions(access="read")) as manager:
+            assert run.points() == [durable, durable - 1]
+            run.check(manager.restore_latest(run.states[durable]))
+
+
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [("mkdir", 0), *[("write", n) for n in (0, 1)], *[("fsync", n) for n in range(4)]],
+)
+def test_points_count_if_the_next_epoch_could_not_be_opened_at_first(tmp_path, call, after):
+    run = WalRun(tmp_path / "root", options=options())
+    with run.started() as manager:
+        durable = run.append_durably(2).step
+        grow(run)
+        with paused_saves(run.root):
+            assert run.append().saved is not None
+            with Disk(run.root) as disk, pytest.raises(StorageError):
+                disk.fail(call, "^log", errno=errno.ENOSPC, after=after, times=1)
+                run.append()
+            assert run.append().kind == "full"
+            shutil.copytree(run.root, tmp_path / "killed")
+        manager.wait_until_finished()
+        run.append_durably(1)
+    newest = run.step
+    assert run.restarted().step == newest
+    run.root = tmp_path / "killed"
+    with run.open(deltackpt.ManagerOptions(access="read")) as manager:
+        assert run.points() == [durable, durable - 1]
+        run.check(manager.restore_latest(run.states[durable]))
 
 
 def test_a_step_is_saved_if_the_records_of_a_point_were_trimmed(tmp_path, run):

@@ -48,7 +48,7 @@ from deltackpt.errors import (
     StorageError,
 )
 from deltackpt.maintenance.verify import verify_root
-from deltackpt.testing import Disk, failing_saves
+from deltackpt.testing import Disk, failing_saves, paused_saves
 from deltackpt.wal import audit
 
 POLICIES = (
@@ -468,22 +468,46 @@ class LogMachine(RuleBasedStateMachine):
     def end_without_a_word(self, torn, seed):
         """Like a kill: keeps the files as they are, or damages one of the WAL."""
         self.quietly(self.manager.wait_until_finished)
+        self.restart_in(self.copied(), torn == 1, random.Random(seed))
+
+    @rule(rows=ROWS, by_ids=st.booleans())
+    def end_during_the_save_of_another_leaf(self, rows, by_ids):
+        """Like a kill, when records already continue from the save."""
+        if self.options.wal.max_wal_ratio < 1:
+            return  # The second call would save, too, and wait for the save.
+        self.wait()
+        self.wait_appended()
+        with paused_saves(self.root, errno.EIO):
+            for _ in range(2):
+                self.train(1, rows)
+                self.state = {**self.state, "more": jnp.zeros(3)}
+                self.mark(by_ids, full=True)
+            copy = self.copied()
+        self.state = {name: part for name, part in self.state.items() if name != "more"}
+        self.restart_in(copy)
+        # The next epoch does not continue from the records above the lost save.
+        self.log(rows, by_ids, full=True)
+
+    def copied(self):
+        """Returns a copy of the root."""
         self.number += 1
         copy = self.folder / str(self.number)
         while True:
             # Unneeded files may be removed during the copy.
             with contextlib.suppress(shutil.Error):
                 shutil.copytree(self.root, copy)
-                break
+                return copy
             shutil.rmtree(copy)
+
+    def restart_in(self, copy, harmed=False, rng=None):
         self.quietly(self.manager.close)
         shutil.rmtree(self.root)
         promised = self.sure
         self.pending.clear()
-        if torn == 1:
+        if harmed:
             self.sure, self.torn = 0, True
             self.durable.clear()
-            self.harm(copy, random.Random(seed))
+            self.harm(copy, rng)
         self.open(copy)
         found = self.newest()
         # Everything acknowledged is there, or its loss is reported.

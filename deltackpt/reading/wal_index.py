@@ -616,15 +616,17 @@ class WalState:
         if self.index is None or newest is None:
             return {}
         # Records below the last but one step are of no use; see ``OpenEpoch.truncate``.
-        passed = sum(save_id.run == newest.run for save_id in steps.values()) >= 2
+        own = sorted(one.step for one in steps.values() if one.run == newest.run)
+        oldest = own[-2] if len(own) >= 2 else -1
+        ends = {view.head.epoch: view.last for view in self.index.views}
         found = {}
         for state in self.epochs:
             if state.number == newest.epoch:
                 continue
             if not state.live:
                 found[state.number] = "the newest epoch does not continue from it"
-            elif passed:
-                found[state.number] = "two steps of a later epoch are committed"
+            elif (last := ends[state.number]) is not None and last.step <= oldest:
+                found[state.number] = "two later steps of the newest run are committed"
         return found
 
 

@@ -11,6 +11,7 @@ and the names of the uploaded pieces state which bytes are missing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -28,7 +29,7 @@ from deltackpt.ledger import entries
 from deltackpt.ledger.committed import SEGMENT_BYTES
 from deltackpt.ledger.entries import State, WalRef
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.uploaded_wal import HEAD, HEAD_COPY, pieces_at
+from deltackpt.ledger.uploaded_wal import HEAD, HEAD_COPY, UploadedWals, pieces_at
 from deltackpt.reading.wal_index import WalReader
 from deltackpt.reading.wal_locations import NAME, DurableRecord, newest_durable
 from deltackpt.reading.wal_records import ProcessWal, WalRecord
@@ -91,6 +92,8 @@ class WalUpload:
         self._sent: dict[str, dict[str, _Uploaded]] = {}
         #: The newest record that is noted as uploaded, by WAL epoch and process.
         self._noted: dict[tuple[str, str], int] = {}
+        #: The step of the point that the newest remote epoch continues from, by its prefix.
+        self._ends: dict[str, int] = {}
         #: WAL epochs whose staged headers are altered.
         self._unreadable: set[int] = set()
 
@@ -257,16 +260,25 @@ class WalUpload:
         oldest = _oldest_needed(journal.known)
         if oldest is None or not journal.known.entry.logs:
             return
-        newest = journal.known.entry.logs[-1]
-        if oldest.run == newest.run:
-            over = [one.prefix for one in journal.known.entry.logs[:-1]]
-            if over:
-                journal.retire(lambda state: over)
+        *over, newest = journal.known.entry.logs
+        if over and oldest.run == newest.run and self._newest_end(newest) <= oldest.step:
+            journal.retire(lambda state: (one.prefix for one in over))
         logs = journal.known.entry.logs
         for ref in logs:
             self._trim(ref, oldest.step)
         prefixes = {ref.prefix for ref in logs}
         self._sent = {prefix: one for prefix, one in self._sent.items() if prefix in prefixes}
+
+    def _newest_end(self, newest: WalRef) -> int:
+        """Returns the step of the point that the newest epoch continues from, or -1."""
+        if newest.prefix not in self._ends:
+            journal, end = self._journal, None
+            # Without a header, no earlier record counts.
+            with contextlib.suppress(Damaged):
+                uploaded = WalReader(UploadedWals(journal.root, lambda: journal.known))
+                end = uploaded.head(newest.epoch).continues
+            self._ends = {newest.prefix: -1 if end is None else end.save_id.step}
+        return self._ends[newest.prefix]
 
     def _trim(self, ref: WalRef, step: int) -> None:
         known, last = self._known(ref), dict[str, str]()

@@ -146,6 +146,9 @@ class OpenEpoch:
         """
         if step.run != self.head.run:
             return
+        end = self.head.continues
+        if end is not None and end.save_id.step > step.step:
+            return  # Points of the earlier epochs replay onto the step.
         self._records.truncate(step.step)
         if self._process == 0:
             for number in WalReader(self._heads[0]).numbers():
@@ -178,7 +181,7 @@ def write_head(
     run: Run,
     reader: WalReader,
     base: SaveId | None,  # The step that training continues from.
-    continues: Continues | None,  # The restored recovery point.
+    continues: Continues | None,  # The restored recovery point, or the run's newest.
     layout: Layout | None = None,
 ) -> EpochHeader:
     """Writes the header of a new epoch, and returns it.

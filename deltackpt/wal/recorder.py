@@ -23,6 +23,7 @@ from typing import Literal
 
 from deltackpt import events
 from deltackpt.errors import (
+    Damaged,
     DeltackptError,
     OptionError,
     StorageError,
@@ -31,7 +32,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format import wal_format
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.wal_format import Continues
+from deltackpt.format.wal_format import Continues, EpochHeader
 from deltackpt.outcomes import Appended
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader
 from deltackpt.resources.runtime import Reservation
@@ -90,6 +91,8 @@ class Recorder(WalHooks):
         if run.topic is not None and run.coordinator.index == 0:
             kafka_writer.refuse_foreign(run.topic, self._reader)
         self._epoch: OpenEpoch | None = None
+        #: The epoch that the next one continues, until that is open.
+        self._ending: OpenEpoch | None = None
         self._save_requests = SaveRequests(run)
         #: The tables that the epoch header names.
         self._layout: Layout | None = None
@@ -161,6 +164,7 @@ class Recorder(WalHooks):
         number = self._calls
         if self._save_requests.agreed is not None and self._save_requests.agreed.restarts_wal:
             self._chain, self._begun, self._needs_root = None, False, True
+            self._ending = None
             self._run.lineage.distrust(self._save_requests.agreed.reason)
         rows: Rows | None = None
         invalid: Exception | None = None
@@ -535,8 +539,10 @@ class Recorder(WalHooks):
         known, continues = run.lineage.newest_known, run.lineage.forked_from
         if self._ended is not None or (known is not None and known.continues != continues):
             continues = None
-        # If only the tables are others, its points count until the save of these is committed.
-        ending = self._epoch if self._begun and self._ended is None else None
+        if self._begun:
+            # Its points count until the save of the new tables or leaves is committed.
+            self._ending = None if self._ended is not None else self._epoch
+        ending = self._ending
 
         def write() -> tuple[str, bool]:
             leads = True
@@ -563,7 +569,7 @@ class Recorder(WalHooks):
             head = head_of(run, self._reader, head)
             epoch = OpenEpoch(run, head, self._runtime, self._references)
         epoch.writer.requeue(self._pending_rows.drain())
-        self._epoch, self._ended = epoch, None
+        self._epoch, self._ending, self._ended = epoch, None, None
         self._save_requests.start_epoch(epoch, split.layout, self._calls)
         self._begun, self._layout, self._voiding = True, split.layout, False
         return None if leads else _GONE
@@ -642,6 +648,9 @@ class Recorder(WalHooks):
     def distrust(self, reason: str) -> None:
         """See ``WalHooks``: invalidates this run's points; the next call retries what failed."""
         self._follow_run()
+        if self._epoch is None:  # The header that continues it may have been written.
+            self._epoch = self._ending
+        self._ending = None
         if self._epoch is None:
             if self._run.coordinator.count == 1:
                 # Records to come must not continue from a step that is older than the base.
@@ -681,7 +690,7 @@ class Recorder(WalHooks):
 
         self._run.coordinator.from_process_0("ending the WAL", write, fatal=True)
         self._save_requests.end()
-        self._begun = False
+        self._begun, self._ending = False, None
         self._close_epoch()
 
     def _close_epoch(self) -> None:
@@ -699,7 +708,7 @@ class Recorder(WalHooks):
         epoch = self._epoch
         if not self._voiding or epoch is None:
             return
-        if WalReader(store_path(self._run.local.wal_dir)).numbers()[:1] == [epoch.head.epoch]:
+        if self._counts(epoch.head):
             # Otherwise the header exists, the WAL is gone, another trainer has the root, or only
             # process 0 writes headers, at the save that was requested of all.
             self._run.check_lease()
@@ -711,12 +720,22 @@ class Recorder(WalHooks):
         self._pending_rows = NamedRows()
         self._epoch, self._voiding = None, False
 
+    def _counts(self, head: EpochHeader) -> bool:
+        """Returns whether records of an epoch still count, unless another run has followed."""
+        try:
+            heads = [
+                one.head for one in WalReader(store_path(self._run.local.wal_dir)).read().views
+            ]
+        except Damaged:
+            return True
+        return head in heads and heads[0].run == head.run
+
     def _follow_run(self) -> None:
         """Restarts if a restore has begun another run."""
         lineage = self._run.lineage
         if lineage.run == self._of_run:
             return
-        self._of_run, self._begun, self._ended = lineage.run, False, None
+        self._of_run, self._begun, self._ended, self._ending = lineage.run, False, None, None
         self._voiding, self._needs_step = False, None
         self._chain = self._lost = None
         self._needs_root = False
