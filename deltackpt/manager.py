@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from deltackpt.tiers import startup
     from deltackpt.tiers.replication import ReplicationClient
     from deltackpt.wal import record_batch, recorder
-else:  # Saves to a local directory without a WAL need none of it.
+else:  # Saves to a local directory without a WAL need none of these.
     catalog = LazyModule("deltackpt.session.catalog")
     record_batch = LazyModule("deltackpt.wal.record_batch")
     recorder = LazyModule("deltackpt.wal.recorder")
@@ -804,8 +804,8 @@ class CheckpointManager:
     def resume_step(self) -> int | None:
         """Returns the step that the next save must exceed: the newest or the restored step.
 
-        The restored step remains so after its deletion, because training continues from its state;
-        it may then be saved again.
+        It is still the restored step after the deletion of that step, because training continues
+        from its state; the step may then be saved again.
         """
         self._check_usable()
         restored, point = self._run.restored, self._run.lineage.forked_from

@@ -70,7 +70,7 @@ def hold_back(task: dict[str, Any]) -> None:
 
 
 def train(task: dict[str, Any], keep: Callable[[Any], None]) -> None:
-    """Commits step 1 and leaves step 2 in flight, after which retention imports what it needs."""
+    """Commits step 1 and leaves step 2 in flight, whose retention imports modules at exit."""
     manager = deltackpt.CheckpointManager(
         task["root"],
         handlers=HANDLERS,

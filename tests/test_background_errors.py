@@ -191,10 +191,10 @@ def test_an_interrupted_start_of_the_thread_that_appends_leaves_one_thread(tmp_p
 def interrupted(
     call: Callable[[], object], after: int = 0, *, at: str = "call", name: str = ""
 ) -> bool:
-    """Calls a function; interrupts it once it has entered so many functions of the package.
+    """Calls a function, and interrupts it at an event in the package, after ``after`` others.
 
-    ``at`` is the event that counts instead, as in ``sys.setprofile``; ``name`` the only function in
-    which it does, if there is one.
+    ``at`` is the kind of event, as in ``sys.setprofile``; if ``name`` is given, only events in that
+    function count.
     """
     left = iter(range(after))
 
@@ -250,7 +250,7 @@ def test_training_continues_after_a_call_that_was_interrupted_anywhere(tmp_path,
     [
         ("Reservation.acquire", "return"),
         ("WalWriter.submit", "return"),
-        ("WalWriter.submit", "c_return"),  # Of the built-in functions that it calls.
+        ("WalWriter.submit", "c_return"),  # When it returns from a built-in function.
     ],
 )
 def test_an_append_interrupted_as_a_function_returns_keeps_no_memory(tmp_path, name, at):

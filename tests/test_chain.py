@@ -110,7 +110,7 @@ def test_the_error_names_the_fault_and_the_newest_intact_step(spoil, match):
     spoilt = spoil(saves)
     with pytest.raises(BrokenChain, match=match) as caught:
         chain.restore_chain(spoilt["3"], spoilt)
-    assert "newest intact one of the examined steps is" in str(caught.value)
+    assert "newest intact step examined is" in str(caught.value)
 
 
 # --- walk ------------------------------------------------------------------------------------

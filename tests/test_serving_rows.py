@@ -382,7 +382,7 @@ def test_a_table_that_grows_is_followed(trainer):
 
 
 def held_memory() -> int:
-    """The bytes of shared memory that this process has open."""
+    """Returns the bytes of shared memory that this process has open."""
     files = {}
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -642,7 +642,7 @@ def test_a_consumer_continues_after_its_position_when_the_follower_was_restarted
 
 
 def test_a_consumer_continues_after_its_table_has_grown_and_its_follower_was_restarted(trainer):
-    """The delta does not have all rows that only now belong to the shard."""
+    """The delta does not contain unchanged rows that moved into the shard."""
     shards = [{"shard": shard, "shards": 3} for shard in range(3)]
     stored = []
     for which in shards:

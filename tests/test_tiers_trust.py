@@ -312,7 +312,7 @@ def test_uploads_whose_commits_get_no_answer_are_reported_once(one, alone, monke
 
     def unanswered(self, key: str, data, *, absent: bool = False, put=KvStore.put) -> None:
         put(self, key, data, absent=absent)
-        if absent:  # Of a journal entry.
+        if absent:  # A journal entry.
             raise Unanswered("the network broke")
 
     monkeypatch.setattr(KvStore, "put", unanswered)

@@ -198,7 +198,7 @@ def test_points_count_until_a_step_with_other_tables_or_leaves_is_committed(
         run.check(manager.restore_latest(run.states[durable + 1]))
 
 
-def test_points_below_a_step_with_other_tables_are_removed_as_records_below_a_step_are(tmp_path):
+def test_points_below_a_step_with_other_tables_are_trimmed_like_other_records(tmp_path):
     """Restores need them until the step is committed, and after that if it is damaged."""
     run, copies = WalRun(tmp_path / "root", options=options()), [tmp_path / "1", tmp_path / "2"]
     with run.started() as manager:

@@ -360,7 +360,7 @@ def take_lease(root: Path) -> None:
 
 @contextlib.contextmanager
 def fenced(run: WalRun, options: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Opens a manager that has lost its lease at the end of the block, and closes it."""
+    """Opens a manager whose lease the block takes over, and closes it afterwards."""
     monkeypatch.setattr(lease, "GRACE_SECS", 0.1)
     manager = run.open(options)
     run.save_initial()
@@ -374,7 +374,7 @@ def fenced(run: WalRun, options: Any, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 @pytest.mark.parametrize("on_failure", ["save", "raise"])
 @pytest.mark.parametrize("kind", ["write", "fdatasync"])
-def test_whatever_fails_after_a_takeover_the_next_append_raises_fenced_error(
+def test_the_next_append_after_a_takeover_raises_fenced_error_whatever_failed(
     tmp_path, run, disk, monkeypatch, kind, on_failure
 ):
     with fenced(run, options(on_failure=on_failure), monkeypatch) as manager:

@@ -472,7 +472,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(rows=ROWS, by_ids=st.booleans())
     def end_during_the_save_of_another_leaf(self, rows, by_ids):
-        """Like a kill, when records already continue from the save."""
+        """Like a kill after records that continue from a save in flight."""
         if self.options.wal.max_wal_ratio < 1:
             return  # The second call would save, too, and wait for the save.
         self.wait()

@@ -4,7 +4,7 @@
 Exit codes: 0 done, or nothing to do; 1 failed, with one line on stderr that states what to do;
 2 invalid usage; 75 in use by another process, so try again later.
 
-A command's module, and what it needs, is imported when it runs, so that ``ls`` starts fast.
+Each command imports its module when it runs, so that ``ls`` starts fast.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _fail(error: Exception, code: int) -> None:
     sys.exit(code)
 
 
-#: Command to its module, its name there, and its summary.
+#: Maps each command to its module, its name in that module, and its summary.
 _COMMANDS = {
     "ls": ("inspect_commands", "ls", "List steps with kinds, chains, rows and bytes."),
     "show": ("inspect_commands", "show", "Show the chain, tables and dense leaves of a step."),
@@ -86,7 +86,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _COMMANDS:
             return _load(cmd_name)
-        self.commands = {name: _load(name) for name in _COMMANDS}  # click suggests a similar name.
+        self.commands = {name: _load(name) for name in _COMMANDS}  # click suggests similar ones.
         return None
 
 

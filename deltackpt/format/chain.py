@@ -40,7 +40,7 @@ def restore_chain(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[Sav
     newest = _newest_intact(by_dir, target)
     known = "none of the examined steps is intact"
     if newest is not None:
-        known = f"the newest intact one of the examined steps is {newest}"
+        known = f"the newest intact step examined is {newest}"
     broken = chain[-1]
     where = "" if broken is target else f"step {broken.step_dir} of its chain: "
     raise BrokenChain(

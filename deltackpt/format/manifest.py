@@ -345,12 +345,12 @@ def with_codecs(
 
 
 #: Fields that are the same objects in all saves of a layout.
-_KEPT = frozenset({"tables", "dense", "tracking_paths"})
+_CACHED = frozenset({"tables", "dense", "tracking_paths"})
 
 
 def to_bytes(record: Manifest) -> bytes:
     """Encodes a manifest with its checksum."""
-    return records.to_bytes(record, MAGIC, _KEPT)
+    return records.to_bytes(record, MAGIC, _CACHED)
 
 
 def from_bytes(data: bytes, *, name: str) -> Manifest:

@@ -129,17 +129,17 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def to_bytes(record: object, magic: str, kept: Set[str] = frozenset()) -> bytes:
+def to_bytes(record: object, magic: str, cached: Set[str] = frozenset()) -> bytes:
     """Encodes a dataclass with its checksum; raises OptionError if readers would not accept it.
 
-    The bytes of ``kept`` fields are reused for records that have the same objects in them.
+    Reuses the encoding of a ``cached`` field for records that contain the same object in it.
     """
     fields = _fields(record) | {_VERSION: FORMAT_VERSION}
     packer = msgpack.Packer(use_bin_type=True, default=_fields)
     pieces = [packer.pack_map_header(len(fields))]
     for name, value in fields.items():
         pack = functools.partial(packer.pack, value)
-        pieces += packer.pack(name), _packed.get(pack, value) if name in kept else pack()
+        pieces += packer.pack(name), _encodings.get(pack, value) if name in cached else pack()
     body = b"".join(pieces)
     head = {"format": magic, "version": FORMAT_VERSION, "crc32c": google_crc32c.value(body)}
     data = packed(head | {"body": body})
@@ -151,8 +151,8 @@ def to_bytes(record: object, magic: str, kept: Set[str] = frozenset()) -> bytes:
     return data
 
 
-#: Encoded ``kept`` fields, by the identity of their values, which nothing may alter.
-_packed: IdentityCache[bytes] = IdentityCache()
+#: Encodings of ``cached`` fields, by the identity of their values, which must not change.
+_encodings: IdentityCache[bytes] = IdentityCache()
 
 
 def packed(value: Mapping[str, object]) -> bytes:

@@ -66,11 +66,11 @@ class WalTopic:
 class EpochHeader:
     """Header of a WAL epoch: what the run resumed from, and what it logs.
 
-    ``process_count`` is 0 if the run has no log and only records its fork point. ``directory`` is
+    ``process_count`` is 0 if the run has no WAL and only records its fork point. ``directory`` is
     the location of the segments if it is not next to the header. ``base`` is the step that was
     restored, or onto which the point was replayed; ``continues`` is the restored recovery point.
-    If the tables or leaves of a run change, ``base`` is the save of the new ones, and ``continues``
-    the newest point of the run below it.
+    If a run's tables or leaves change, ``base`` is the first save with the new ones, and
+    ``continues`` is the run's newest point before it.
     """
 
     epoch: int

@@ -370,15 +370,14 @@ class Checkpoints:
         for _ in range(_MOST_TRIES):
             wanted = self.steps if steps is None else sorted(set(steps))
             places = {step: self._at(step).dir_identity() for step in self.steps}
+            with_log = wal and steps is None
             read = functools.partial(
                 history.history,
                 self._read,
                 self._saves,
                 wanted,
                 all_steps=steps is None,
-                log=wal_index.WalReader(self._root.wal_location).read()
-                if wal and steps is None
-                else None,
+                log=wal_index.WalReader(self._root.wal_location).read() if with_log else None,
             )
             if rows is not None:
                 found = read(table, np.atleast_1d(rows), field)

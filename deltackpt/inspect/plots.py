@@ -345,9 +345,9 @@ def disk_bytes(saves: Sequence[Save], compacted: Mapping[int, int]) -> int:
 
 
 def svg(figure: Figure) -> bytes:
-    """Returns a figure as SVG without metadata, with text as text.
+    """Returns a figure as SVG with text elements, without metadata.
 
-    As paths, matplotlib's default, text makes an image three times as large.
+    Text as paths, matplotlib's default, makes an image three times as large.
     """
     buffer, metadata = io.BytesIO(), ("Creator", "Date", "Format", "Type")
     with rc_context({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}):

@@ -254,7 +254,7 @@ class Step:
             return stored_saves.read_save(self._store_path, target.item)
 
     def _detect_removal(self) -> contextlib.AbstractContextManager[None]:
-        """Raises ``StepGone`` for errors in its block if the step was removed or replaced."""
+        """Converts errors in its block to ``StepGone`` if the step was removed or replaced."""
         target = self._saves.target
         return stored_saves.detect_removal(
             self._store_path,

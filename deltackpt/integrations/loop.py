@@ -114,7 +114,7 @@ class LoopCheckpoints:
         self._save_pending = False
         #: The step that the loop resumed from or saved last.
         self._newest: int | None = None
-        #: Whether that is a recovery point, which has no step of its own.
+        #: Whether the loop resumed there from a recovery point, which is not a step.
         self._is_point = False
         tables = Tables(select=paths.DEFAULT_SELECT) if tables is None else tables
         handlers: dict[str, object] = {naming.EMBEDDINGS_ITEM: tables}
@@ -218,7 +218,7 @@ class LoopCheckpoints:
                 return False
             return self._is_point or step in self.manager.all_steps()
 
-        # Each process may list other steps.
+        # Listings can differ between processes.
         return self._processes.from_process_0(f"looking for step {step}", exists)
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ def export_orbax(
 
     Raises:
       TargetExists: the target exists.
-      UnsupportedRoot: Orbax cannot write to a path like that of the target.
+      UnsupportedRoot: Orbax cannot write to the path of the target.
       RestoreError: the step is not readable.
       OptionError: a glob matches no leaf, two leaves would get the same name in Orbax, or Orbax
         cannot store the dtype of a table.

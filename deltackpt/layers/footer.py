@@ -144,7 +144,7 @@ class EpochRef:
     def from_header(cls, head: EpochHeader, data: bytes | None = None) -> EpochRef:
         """Returns the reference to an epoch; ``data`` is its encoded header, if that is at hand."""
         if data is None:
-            from deltackpt.format import wal_format  # The layers of a step need none of it.
+            from deltackpt.format import wal_format  # Layers of steps do not need it.
 
             data = wal_format.epoch_header_bytes(head)
         return cls(number=head.epoch, crc32c=google_crc32c.value(data))

@@ -183,9 +183,9 @@ class OpenLayer:
         #: Offset of the buffer in the layer, and the number of its bytes that are in use.
         self._first, self._used = 0, PAGE_BYTES
         self._buffer[:PAGE_BYTES] = 0
-        #: Offset, length and CRC32C of each run of bytes, without the header and the last run.
+        #: Offset, length and CRC32C of each finished run of bytes, without the header.
         self._runs: list[tuple[int, int, int]] = []
-        #: Offset of the last run, and the CRC32C of its bytes so far.
+        #: Offset of the current run, and the CRC32C of its bytes so far.
         self._run_start, self._run_crc = PAGE_BYTES, 0
 
     def write_rows(self, row_group: str, rows: Rows) -> LayerArray | None:
@@ -214,7 +214,7 @@ class OpenLayer:
     ) -> ArrayWriter:
         """Begins an array of a core dtype of Zarr v3 that is written piece by piece.
 
-        ``check`` detects that a piece changes until all of it is copied.
+        ``check`` detects pieces that change before they are completely copied.
         """
         array = ArrayWriter(self, row_group, name, shape, dtype, compression, check)
         with self._lock:
@@ -362,8 +362,9 @@ class OpenLayer:
             sums.add(data[:whole], out)
             room[:padding] = 0
             self._sum(room[:padding])
-            before = self._offset + padding, room[:padding]
-            self._run_crc = self._add_chunks(array, *before, sums.blocks, self._run_crc)
+            self._run_crc = self._add_chunks(
+                array, self._offset + padding, room[:padding], sums.blocks, self._run_crc
+            )
             self._used += padding + whole
             room, padding = room[padding + whole :], 0
         if len(data) > whole:
@@ -434,10 +435,7 @@ class OpenLayer:
     def _add_chunks(
         self, array: ArrayWriter, offset: int, padding: np.ndarray, sums: bytes, crc: int
     ) -> int:
-        """Describes whole chunks from an offset on, by their CRC32Cs; continues ``crc`` over them.
-
-        ``padding`` precedes the first one.
-        """
+        """Describes chunks at ``offset``, after ``padding``; returns ``crc`` extended by them."""
         nbytes = array.chunk_rows * array.row_bytes
         join = joiner(nbytes)
         for found in np.frombuffer(sums, "<u4").tolist():

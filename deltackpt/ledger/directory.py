@@ -400,8 +400,8 @@ class Root(Steps):
 def _steps_in(path: Path) -> list[int]:
     """Returns the numbers of the folders that are steps."""
     with posix.typed_errors(path, "list it"), os.scandir(path) as entries:
-        found = {naming.step_number(entry.name): entry for entry in entries}
-        return [step for step, entry in found.items() if step is not None and entry.is_dir()]
+        found = ((naming.step_number(entry.name), entry) for entry in entries)
+        return [step for step, entry in found if step is not None and entry.is_dir()]
 
 
 def _refuse_foreign(path: Path) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the steps that a damaged file affects, and the WAL records that replay onto a step.
 
-If a file of a save is damaged, the steps that need it are given up unread. An error may also come
-from the network, from permissions, or from another save's record, so the named file must differ
-from the records of its own save.
+If a file of a save is damaged, the steps that need it are skipped unread. An error may also come
+from the network, from permissions, or from another save's record, so the named file counts as
+damaged only if it differs from the records of its own save.
 """
 
 from __future__ import annotations

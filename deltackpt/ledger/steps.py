@@ -205,7 +205,8 @@ def local_folder(at: StorePath, scratch: Path | None) -> Iterator[Path]:
     if isinstance(at.store, FileStore):
         yield Path(at)
         return
-    import tempfile  # A local directory needs neither.
+    # A local directory needs neither import.
+    import tempfile
 
     from deltackpt.ledger.committed import CommittedStore
 

@@ -106,15 +106,15 @@ def verify_root(
         return _verified(opened, steps, progress)
 
 
-#: Name of a save to the save, the report on it, and what chains need of it.
+#: Maps the name of a save to the save, its verdict, and what chains need of its manifest.
 Verified = dict[str, tuple[CommittedSave, SaveVerdict, SaveInfo | None]]
 
 
 def broken_by(opened: Steps, step: int, kept: Collection[str], known: Verified) -> str:
     """Returns what breaks a step, if anything, after reading what its restore needs.
 
-    Only the ``kept`` saves count: names of steps, and of bases such as ``compacted/5``. Those that
-    are ``known`` are not read again, and those that are read become known.
+    Only the ``kept`` saves count: names of steps, and of bases such as ``compacted/5``. Saves
+    in ``known`` are not read again; those that are read are added to it.
     """
     audit = _Audit(opened, [step], None, kept, known)
     verdicts = audit.run()
@@ -127,7 +127,7 @@ def broken_by(opened: Steps, step: int, kept: Collection[str], known: Verified) 
 
 
 def damage_of(opened: Steps, name: str, known: Verified) -> str:
-    """Returns the damage of a save, if any, which is read unless it is ``known``."""
+    """Returns what is damaged in a save, if anything; reads the save unless it is ``known``."""
     for save in committed_saves(opened):
         if save.name == name:
             if name not in known or not known[name][0].dir_identity.same(save.dir_identity):

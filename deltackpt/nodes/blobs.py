@@ -184,7 +184,7 @@ class MemoryBlobs:
 
 
 class _Block:
-    """Memory of one object, which is reused after the last reference."""
+    """Memory of one object, which is reused once nothing refers to this block."""
 
     def __init__(self, blobs: MemoryBlobs, memory: mmap.mmap | bytearray, nbytes: int):
         self._blobs, self.memory = blobs, memory

@@ -229,7 +229,7 @@ class Memory:
 
 
 class Reservation:
-    """Memory that one owner reserves, or nothing; it exists first, so an interrupt loses none."""
+    """Memory that one owner reserves; created before ``acquire``, so no interrupt can leak it."""
 
     def __init__(self, memory: Memory):
         """Reserves nothing yet."""
@@ -238,7 +238,7 @@ class Reservation:
     def acquire(self, nbytes: int, timeout_secs: float | None = None) -> bool:
         """Waits for room; returns whether there was some within the timeout.
 
-        A request larger than the limit gets it once nothing is reserved.
+        A request larger than the limit is granted once nothing is reserved.
         """
         memory = self._memory
 
@@ -248,7 +248,7 @@ class Reservation:
         with memory._changed:
             if not memory._changed.wait_for(fits, timeout_secs):
                 return False
-            # Python handles no signal between two assignments.
+            # Python runs no signal handler between these assignments.
             memory.reserved_bytes += nbytes
             self._nbytes = nbytes
             return True

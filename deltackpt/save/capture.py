@@ -239,7 +239,7 @@ class FieldSource:
         return landed
 
     def held_positions(self, rows: np.ndarray) -> np.ndarray | slice:
-        """Returns the positions of the ``rows``, ascending, that a shard holds."""
+        """Returns the positions, in ascending ``rows``, of those that are in a shard."""
         ends = np.searchsorted(rows, self.bounds)
         if (ends[:, 1] - ends[:, 0]).sum() == len(rows):
             return slice(None)
@@ -475,8 +475,8 @@ class StagedRows:
             for number, segment in enumerate(segments):
                 for name, source in segment.fields.items():
                     if segment.on_host:
-                        # Each view of a jax array takes the GIL anew: a field's are made at once,
-                        # while threads copy the previous field without the GIL.
+                        # Creating a view of a jax array needs the GIL, so a field's views are
+                        # created together while threads copy the previous field without it.
                         self._copy((number, name), source.viewed(segment.rows), segment.rows)
                     else:
                         codec = codecs.get(plans[segment.group][name].codec)

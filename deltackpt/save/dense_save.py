@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from deltackpt.codecs import block_codecs
     from deltackpt.save import block_codes, device_blocks
     from deltackpt.save.block_codes import Array, EncodedBlocks, LeafDelta, Left
-else:  # A base and its deltas without dense blocks need none of it.
+else:  # Saves without dense blocks need none of these.
     block_codecs = LazyModule("deltackpt.codecs.block_codecs")
     block_codes = LazyModule("deltackpt.save.block_codes")
     device_blocks = LazyModule("deltackpt.save.device_blocks")
@@ -276,7 +276,7 @@ class DenseKeeper:
         self.references = block_codes.References(
             max_reference_bytes, runtime, hashed=skip_unchanged
         )
-        self.encodes_on_device = device_blocks.can_encode  # Imported before the first save.
+        self.encodes_on_device = device_blocks.can_encode  # Imports it before the first save.
         self._coding_of = coding_of
 
     def capture(

@@ -450,7 +450,7 @@ class Lineage:
 
     def _base_of(self, known: Known) -> BaseRef | None:
         """Returns the readable compacted base that replaces a save, or None."""
-        from deltackpt.reading import stored_saves  # Only a save that is gone needs it.
+        from deltackpt.reading import stored_saves  # Needed only if a save no longer exists.
 
         with contextlib.suppress(RestoreError, OSError):
             base = stored_saves.read_compacted(known.path, known.info.save_id, self._item)

@@ -89,7 +89,7 @@ class Division:
             group.name: tuple(manifest.tables_of_group(group, layout.tables))
             for group in layout.groups
         }
-        #: The stamps of each group, as fields that are named by the path of their TouchState.
+        #: For each group, its stamps as fields, each named after the path of its TouchState.
         self.stamps = {
             group: tuple(_stamp_plans(members, stamps)) for group, members in self.members.items()
         }
@@ -208,7 +208,7 @@ def stamp_shards_of(stamps: Any) -> StampShards:
 
 
 def _stamp_plans(members: Iterable[TableEntry], stamps: StampsByTable) -> Iterator[FieldPlan]:
-    """Yields the stamps of a group's tables as a field, for each TouchState that has some."""
+    """Yields the stamps of a group's tables, as one field for each TouchState with some."""
     found: dict[str, list[tuple[Span, str, int]]] = {}
     for table in members:
         for place, array in stamps.get(table.name, {}).items():
@@ -398,7 +398,7 @@ class Stamps:
         self, group: GroupEntry, rows: np.ndarray
     ) -> Callable[[], dict[str, np.ndarray]]:
         """Starts to read ``at``; returns a function that waits for the result."""
-        # The returned function does not refer to the state: later steps donate it.
+        # The returned function must not refer to the state, which later steps donate.
         landing, places = [], self.places
         for place, source in self._sources[group.name].items():
             positions = source.held_positions(rows)

@@ -102,12 +102,12 @@ def actor(replica: Replica) -> Any:
 def call(replica: Replica, method: str, *arguments: object) -> Any:
     """Calls a method of a replica's actor; returns a reference to the answer.
 
-    Raises ``ServiceUnavailable`` as ``actor`` does, and ``ServiceMismatch`` if the actor is of
-    another version, whose method does not exist or has other parameters.
+    Raises ``ServiceUnavailable`` as ``actor`` does, and ``ServiceMismatch`` if the actor's version
+    has no such method, or one with other parameters.
     """
     try:
         return getattr(actor(replica), method).remote(*arguments)
-    except (AttributeError, TypeError) as error:  # Ray compares the call with the actor's class.
+    except (AttributeError, TypeError) as error:  # Ray checks calls against the actor's class.
         raise mismatch(str(replica), f"{method}(): {error}") from error
 
 

@@ -228,7 +228,7 @@ class Version:
         try:
             return source.rows_of(name, ids, self._shown.sequence)
         finally:
-            # Also if the column is damaged: it may have changed while it was read.
+            # Also after DamagedKeys: the column may have changed while it was read.
             self._shown.check_current()
 
     def _name_of(self, table: str) -> tuple[str, Rows]:

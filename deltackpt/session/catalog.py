@@ -93,7 +93,7 @@ class Catalog:
 
         refusal, found, is_needed = run.coordinator.from_process_0(what, attempt, fatal=True)
         if isinstance(found, str):
-            # The same error on every process, which may catch it and continue.
+            # All processes raise the same error, so that all can catch it and continue.
             raise OptionError(found) if refusal == OptionError.__name__ else StepNotFound(found)
         run.newest = run.coordinator.from_process_0("the newest step", run.root.newest_step)
         if run.restored in (None, step):

@@ -344,7 +344,7 @@ class Run:
         self.item, self.choice, self.extra = handlers
         #: The step that the next save continues from, if it is not the newest one.
         self.restored: int | None = None
-        #: The deleted step that the next save may replace: the restored or the newest one.
+        #: A deleted step that may be saved again: the restored one, or any if none was restored.
         self.deleted: int | None = None
         #: The restored state, and where training continued from it.
         self.restored_state: tuple[object, RestoredState] | None = None
@@ -457,7 +457,7 @@ class Run:
 
     def check_above(self, step: int) -> None:
         """Raises OptionError if a step is not greater than the newest or the restored one."""
-        newest = self._before_next
+        newest = self._step_to_exceed
         parent = self.lineage.newest_committed
         if newest is not None and parent is not None:
             # A save that was reported as failed may be committed nevertheless.
@@ -481,20 +481,20 @@ class Run:
         )
 
     @property
-    def _before_next(self) -> int | None:
-        """The step that the next save must exceed."""
+    def _step_to_exceed(self) -> int | None:
+        """Returns the step that the next save must exceed."""
         if self.restored is None:
             return self.newest
         return self.restored - 1 if self.restored == self.deleted else self.restored
 
     def roll_back(self, step: int) -> None:
         """Moves steps later than the restored one aside, once, before the first save (``step``)."""
-        # Without a shared file system, shards of a deleted step remain.
+        # Without a shared file system, the shards of a deleted step are still staged.
         if self.restored is None and (self.deleted is None or not self.no_shared_fs):
             return
-        newest = self._before_next
+        newest = self._step_to_exceed
         # The others list no steps before process 0 has moved them.
-        what = f"continuing with step {step}, after step {newest}"
+        what = f"continuing with step {step}"
         with self.coordinator.together(what, fatal=True):
             self.ledger.roll_back(-1 if newest is None else newest, self.lineage.run)
         self.newest, self.restored, self.deleted = newest, None, None

@@ -234,7 +234,7 @@ class RowReplica(StateHolder[LoadedState]):
         if newer and (parent := newer[0].info.parent) is not None:
             held = stored_saves.read_save(step_dir.parent / parent.step_dir, self._item)
             if (held.info.save_id, held.layout) != (before, tables.layout):
-                return None  # A table has grown, so the shard had other rows.
+                return None  # A table has grown, so this shard had other rows.
         records = [] if rest is None else wal_rows.layers_of(rest, tables.layout)
         changed = ChangedRows()
         for of_save in (*reader.layers_of(newer, tables.targets), *records):

@@ -255,7 +255,7 @@ class SharedMemory(MappedMemory):
             self._release()
 
     def free(self) -> None:
-        """Frees the memory, even if readers may lock it: to them, it then changes forever."""
+        """Frees the memory, even if readers may lock it: they then see a write that never ends."""
         if not self._reader_secs:
             self.close()
             return

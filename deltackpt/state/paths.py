@@ -119,7 +119,7 @@ def _entry(key: Any) -> KeyEntry:
 
 
 def check_select(select: object, option: str = "select") -> None:
-    """Raises ``OptionError`` unless ``select`` has a form of ``Select`` and is not empty."""
+    """Raises ``OptionError`` for ``option`` unless ``select`` is a ``Select`` that is not empty."""
     if isinstance(select, (str, re.Pattern)) or callable(select):
         if select != "":
             return

@@ -124,8 +124,8 @@ class FileBatch:
     ) -> None:
         """Writes an uncompressed chunk of a Zarr v3 array: its rows, zeros and the CRC32C of both.
 
-        Contiguous, aligned rows are not copied. ``pinned`` are the same rows in memory that others
-        might change concurrently, which is detected.
+        Contiguous, aligned rows are not copied. ``pinned`` are arrays of the same rows that others
+        might change concurrently, which raises StorageError.
         """
         data, zeros = _bytes_of(rows), np.zeros(padding, np.uint8)
         sums = BlockSums(BLOCK_BYTES)

@@ -204,7 +204,7 @@ class Topic:
     ) -> Producer:
         """Returns a new producer; a message waits ``timeout_secs`` for its acknowledgement.
 
-        ``start`` is an offset that the partition has reached; an earlier one is an error.
+        ``start`` is an offset that the partition has reached: a message before it is an error.
         """
         millis = min(max(int(timeout_secs * 1000), 1000), (1 << 31) - 1)
         settings = {

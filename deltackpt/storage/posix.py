@@ -52,7 +52,7 @@ _PATTERN = frozenset("*?[")
 
 
 def check_path(path: Path, *, writing: bool) -> None:
-    """Raises UnsupportedRoot for a path that TensorStore, or Orbax while writing, misreads."""
+    """Raises UnsupportedRoot if TensorStore misreads a path, or Orbax cannot write to it."""
     text = str(path)
     shown = text.encode(errors="backslashreplace").decode()
     if shown != text or "\\" in text:
@@ -383,7 +383,7 @@ class DurableDir(NamedTuple):
             try:
                 os.unlink(path.name, dir_fd=folder)
             except (IsADirectoryError, PermissionError):
-                import shutil  # A listing needs none of its compressors.
+                import shutil  # It imports compressors, which a listing does not need.
 
                 shutil.rmtree(path.name, ignore_errors=True, dir_fd=folder)
 

@@ -114,7 +114,7 @@ class PeerTier:
         #: Nodes that let a request time out, and the last probe of each. Until one answers, a push
         #: treats them as lost: waiting for each would delay it by the deadline.
         self._silent: dict[str, Future[list[str]]] = {}
-        #: When nodes last let a fragment time out: they may still answer short requests.
+        #: When a fragment last timed out at a node, which may still answer short requests.
         self._slow: dict[str, float] = {}
         #: The last result of ``refs``, and its time.
         self._listed: tuple[float, dict[erasure.FragmentCoding, erasure.Where]] = (0.0, {})

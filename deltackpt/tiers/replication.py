@@ -282,7 +282,7 @@ class ReplicationClient:
             }
             bases = (one.save_id for one in self.steps.uploaded_bases() if one.step > step)
             saves = sorted({*later.values(), *bases})
-            # Shards of deleted steps are still staged.
+            # Shards of deleted steps may still be staged.
             staged = self.local.saves().items()
             gone = {*saves, *(one.save_id for number, one in staged if number > step and one)}
             # Local saves first: they would be uploaded regardless of earlier orders.

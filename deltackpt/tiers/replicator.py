@@ -46,8 +46,8 @@ _left: list[subprocess.Popen[bytes]] = []
 
 
 @atexit.register
-def _leave_running() -> None:
-    """Prevents that warning at exit, where they are deleted although they may still run."""
+def _mark_ended() -> None:
+    """Prevents that warning at exit, which deletes each ``Popen``, also of running uploaders."""
     for process in _left:
         process.returncode = process.poll() or 0
 

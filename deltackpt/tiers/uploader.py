@@ -120,7 +120,7 @@ class _Upload:
     files: dict[str, Digest] | None = None  # of all processes, if process 0 has read them
     done: set[str] = dataclasses.field(default_factory=set)  # files already uploaded
     sent: ShardReport | None = None  # the report of this uploader
-    committed: CatalogEntry | None = None  # what was to be committed; the answer may be lost
+    committed: CatalogEntry | None = None  # set before the commit, whose response may be lost
     objects: int = 0  # of all processes, with the digests and the journal entry
     began: float = 0.0  # of ``time.perf_counter()``
 

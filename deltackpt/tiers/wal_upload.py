@@ -92,7 +92,7 @@ class WalUpload:
         self._sent: dict[str, dict[str, _Uploaded]] = {}
         #: The newest record that is noted as uploaded, by WAL epoch and process.
         self._noted: dict[tuple[str, str], int] = {}
-        #: The step of the point that the newest remote epoch continues from, by its prefix.
+        #: Prefix of the newest remote epoch to the step of the point that it continues from.
         self._ends: dict[str, int] = {}
         #: WAL epochs whose staged headers are altered.
         self._unreadable: set[int] = set()
@@ -288,7 +288,7 @@ class WalUpload:
         for segment in known.keys() - {*last.values()}:
             sent = known[segment]
             if sent.damaged is not None and not sent.pieces:
-                continue  # It is checked again, and was reported.
+                continue  # Already reported; it is checked again.
             if all(piece.step <= step for piece in sent.pieces):
                 at = self._journal.root / ref.prefix / segment
                 at.store.delete((at / naming.piece_name(piece)).key for piece in sent.pieces)

@@ -2,7 +2,7 @@
 """Ends the WAL of earlier runs in a manager without a WAL.
 
 If the directory has a WAL, such a run writes a header, which invalidates the records of abandoned
-training. It imports the WAL's modules only then.
+training. Only then does it import the other modules of the WAL.
 """
 
 from __future__ import annotations

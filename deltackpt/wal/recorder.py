@@ -91,7 +91,7 @@ class Recorder(WalHooks):
         if run.topic is not None and run.coordinator.index == 0:
             kafka_writer.refuse_foreign(run.topic, self._reader)
         self._epoch: OpenEpoch | None = None
-        #: The epoch that the next one continues, until that is open.
+        #: The previous epoch, which the next one continues; None once the next one is open.
         self._ending: OpenEpoch | None = None
         self._save_requests = SaveRequests(run)
         #: The tables that the epoch header names.
@@ -427,7 +427,8 @@ class Recorder(WalHooks):
         while writer.reports:
             self._run.emit(writer.reports.popleft())
         if writer.failure is not None:
-            # After a takeover, any error may come first. A start that failed gives the lease back.
+            # After a takeover, a write may fail with any error. If the start of the other trainer
+            # failed, it has returned the lease.
             with contextlib.suppress(StorageError):
                 self._run.check_lease()
         failure = writer.pop_failure()
@@ -575,7 +576,7 @@ class Recorder(WalHooks):
         return None if leads else _GONE
 
     def _end_of(self, epoch: OpenEpoch, base: SaveId) -> Continues | None:
-        """Returns the newest point of an epoch between the committed steps and a save."""
+        """Returns an epoch's newest point after the committed steps and before a save, or None."""
         point, newest = epoch.newest_point(fresh=True), self._run.lineage.newest_committed
         end = epoch.head.continues
         if point is not None:
@@ -648,7 +649,7 @@ class Recorder(WalHooks):
     def distrust(self, reason: str) -> None:
         """See ``WalHooks``: invalidates this run's points; the next call retries what failed."""
         self._follow_run()
-        if self._epoch is None:  # The header that continues it may have been written.
+        if self._epoch is None:  # A header that continues it may be written already.
             self._epoch = self._ending
         self._ending = None
         if self._epoch is None:
@@ -721,7 +722,7 @@ class Recorder(WalHooks):
         self._epoch, self._voiding = None, False
 
     def _counts(self, head: EpochHeader) -> bool:
-        """Returns whether records of an epoch still count, unless another run has followed."""
+        """Returns whether an epoch's records still count and no other run has followed."""
         try:
             heads = [
                 one.head for one in WalReader(store_path(self._run.local.wal_dir)).read().views

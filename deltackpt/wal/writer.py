@@ -123,7 +123,7 @@ class WalWriter:
                     ) from error
                 self._thread = thread
             self._changed.notify_all()
-            # Python handles no signal until ``append`` has returned: all of it happens, or none.
+            # Python runs no signal handler before ``_queue.append`` returns: all happens, or none.
             # Batches from before ``roll`` may still be queued: they belong to the old file.
             batch.begins_file, self._roll = self._roll, False
             batch.queued = self._busy = True
