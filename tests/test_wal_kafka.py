@@ -434,24 +434,26 @@ def test_a_recreated_topic_is_noticed(cluster, run):
     run.assert_restores_only_the_save("step 4, which was durable")
 
 
-def test_records_in_a_topic_that_was_recreated_during_a_run_are_not_acknowledged(cluster, run):
-    with run.open():
-        run.start(4)
+@pytest.mark.parametrize("on_failure", ["save", "raise"])
+def test_records_in_a_topic_that_was_recreated_during_a_run_are_not_acknowledged(
+    cluster, topic, tmp_path, on_failure
+):
+    run = KafkaRun(tmp_path, topic, cluster.config, on_failure=on_failure)
+    with run.open(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.start(2)
         recreate_topic(cluster, run.topic)
         saved = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            while saved is None:
+        while saved is None:
+            with contextlib.suppress(AppendFailed):
                 saved = run.append().saved
-                if saved is None:
-                    with pytest.raises(AppendFailed):
-                        run.manager.wait_appended()
-            run.manager.wait_until_finished()
-    run.assert_resumes(saved.step)
-    with run.open():
-        run.resume()
-        run.log(2)
-    run.assert_resumes(saved.step + 2)
+            if saved is None:
+                with pytest.raises(AppendFailed):  # However many messages the new topic has.
+                    run.manager.wait_appended()
+        run.manager.wait_until_finished()
+        step = run.log(2)  # In a new epoch of the same manager.
+    assert step == saved.step + 2
+    run.assert_resumes(step)
 
 
 def test_repeated_and_foreign_messages_change_nothing(run):

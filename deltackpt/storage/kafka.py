@@ -277,6 +277,8 @@ class Producer:
         self._failed = ""
         #: Offset after the newest acknowledged message; None before the first.
         self.stop: int | None = None
+        #: Whether a message got an offset below ``start``, or below that of an earlier message.
+        self.is_recreated = False
 
     def send(self, data: bytes) -> None:
         """Queues a message, after waiting for room; raises if an earlier message has failed."""
@@ -319,10 +321,10 @@ class Producer:
         if error is not None:
             self._failed = self._failed or self._client.redacted(error.str())
         elif (offset := message.offset()) is not None:
-            if offset < self._reached and not self._failed:
-                self._failed = (
-                    f"offset {offset} after {self._reached - 1}, so the topic was recreated; open "
-                    "the manager again"
+            if offset < self._reached:
+                self.is_recreated = True
+                self._failed = self._failed or (
+                    f"offset {offset} after {self._reached - 1}, so the topic was recreated"
                 )
             self._reached = self.stop = max(offset + 1, self._reached)
 

@@ -109,10 +109,10 @@ class OpenEpoch:
 
     @property
     def is_removed(self) -> bool:
-        """Returns whether its header is missing although the root exists."""
+        """Returns whether its records or its header are missing although the root exists."""
         with contextlib.suppress(DeltackptError):
             self._check_lease()
-            return not self._has_heads()
+            return self._records.is_removed or not self._has_heads()
         return False
 
     def _has_heads(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Unpack
 
 import numpy as np
 
-from deltackpt.errors import OptionError, RestoreError
+from deltackpt.errors import OptionError, RestoreError, StorageError
 from deltackpt.format import wal_format
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.wal_format import WalTopic
@@ -131,6 +131,7 @@ class KafkaWriter(RecordWriter):
         super().close()
         if self._producer is not None:
             self._producer.close()
+            self.is_removed = self.is_removed or self._producer.is_recreated
             self._producer = None
 
     def _remove(self, ended: Sequence[EndedSegment]) -> None:
@@ -143,6 +144,11 @@ class KafkaWriter(RecordWriter):
         self._topic.truncate(offsets)
 
     def _open(self) -> LayerFile:
+        if self.is_removed:
+            raise StorageError(
+                f"{self._topic}: expected the records before, found that the topic was recreated; "
+                "the next append() saves the step and starts a new epoch"
+            )
         if self._producer is None:
             self._producer = self._topic.producer(
                 self._process,

@@ -87,6 +87,8 @@ class RecordWriter(abc.ABC):
         self.segment_bytes = 0
         #: Their steps ascend.
         self._ended: list[EndedSegment] = []
+        #: Whether earlier records were found to be missing.
+        self.is_removed = False
 
     def write(self, save_id: SaveId, parent: SaveId, fill: Fill) -> int:
         """Appends a record relative to ``parent``; returns the number of bytes written.
