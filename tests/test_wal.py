@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import pytest
+from damages import flip
 from test_follower import grown
 
 import deltackpt
@@ -198,6 +199,43 @@ def test_points_count_until_a_step_with_other_tables_or_leaves_is_committed(
         run.check(manager.restore_latest(run.states[durable + 1]))
 
 
+def assert_lost(steps, *roots):
+    """Checks that recovery points without the step that they replay onto are damage."""
+    for root in roots:
+        report = verify_root(root)
+        assert any("some are missing" in one.found for one in report.problems), report.problems
+        assert [one.point.step for one in report.points if not one.restorable] == steps
+
+
+def test_a_save_that_was_not_committed_is_no_damage_to_the_records_above(tmp_path):
+    """While it is in flight, once it has failed, and after a restart, until the next epoch."""
+    run = WalRun(tmp_path / "root", options=options())
+    run.begin(1)
+    with run.open() as manager, quiet():
+        run.resume()
+        with paused_saves(run.root, errno.EIO):
+            run.save(wait=False)
+            run.append()
+            # The same epoch, which began with this save.
+            assert verify_root(run.root).intact
+            shutil.copytree(run.root, tmp_path / "killed")
+        with pytest.raises(SaveFailed):
+            manager.wait_until_finished()
+        assert verify_root(run.root).intact
+        # The next save continues the epoch, and is lost with its points if it is deleted.
+        run.save()
+        newest = run.append_durably(1).step
+        assert verify_root(run.root).intact
+        shutil.copytree(run.root, tmp_path / "deleted")
+    shutil.rmtree(tmp_path / "deleted" / str(newest - 1))
+    assert_lost([newest - 2, newest], tmp_path / "deleted")
+    run.root = tmp_path / "killed"
+    with run.open():
+        assert verify_root(run.root).intact
+        assert run.resume().point is not None
+        assert verify_root(run.root).intact
+
+
 def test_points_below_a_step_with_other_tables_are_trimmed_like_other_records(tmp_path):
     """Restores need them until the step is committed, and after that if it is damaged."""
     run, copies = WalRun(tmp_path / "root", options=options()), [tmp_path / "1", tmp_path / "2"]
@@ -213,12 +251,18 @@ def test_points_below_a_step_with_other_tables_are_trimmed_like_other_records(tm
         manager.wait_appended()
         manager.wait_until_finished()
         shutil.copytree(run.root, copies[1])
+        shutil.copytree(run.root, tmp_path / "damaged")
         shutil.rmtree(copies[1] / str(durable + 1))
+        flip(tmp_path / f"damaged/{durable + 1}/embeddings/manifest.0.msgpack", 40)
         run.save()
         run.save()
         manager.wait_appended()
     assert [one.name for one in (run.root / "log").iterdir() if one.is_dir()] == ["1"]
     assert not verify_root(run.root).problems
+    assert_lost([durable + 2], copies[1], tmp_path / "damaged")
+    killed = verify_root(copies[0])
+    assert killed.intact and [one.point.step for one in killed.points] == [durable - 1, durable]
+    assert any(f"the save of step {durable + 1}" in note for note in killed.notes)
     for run.root in copies:
         collect(run.root, offline=True)
         with run.open(deltackpt.ManagerOptions(access="read")) as manager:

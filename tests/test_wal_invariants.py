@@ -483,10 +483,17 @@ class LogMachine(RuleBasedStateMachine):
                 self.state = {**self.state, "more": jnp.zeros(3)}
                 self.mark(by_ids, full=True)
             copy = self.copied()
+            self.verify()
         self.state = {name: part for name, part in self.state.items() if name != "more"}
         self.restart_in(copy)
+        self.verify()
         # The next epoch does not continue from the records above the lost save.
         self.log(rows, by_ids, full=True)
+
+    def verify(self):
+        """Checks that nothing is reported as damage unless files were damaged."""
+        if not self.torn and self.manager.all_steps():
+            assert (report := verify_root(self.root)).intact, report.problems
 
     def copied(self):
         """Returns a copy of the root."""

@@ -37,6 +37,7 @@ from deltackpt.reading.wal_index import (
     coverings,
     read_wal_state,
 )
+from deltackpt.reading.wal_locations import newest_durable
 from deltackpt.reading.wal_records import ProcessWal, WalRecord
 from deltackpt.storage import ocdbt
 
@@ -181,6 +182,7 @@ class WalAudit:
             self.notes.append(f"not verified: {index.in_topic}")
             return ()
         plans, unreached = coverings(index, steps)
+        unreached, pending = self._without_pending(index, unreached)
         found = [verdict for one in plans for verdict in self._along(one)]
         if self._trimmed:
             self.notes.append(
@@ -190,10 +192,15 @@ class WalAudit:
         if lost or losses:
             # A trainer may roll back or trim the log while it is read.
             again, steps = WalReader(self._opened.wal_location).read(), self._opened.restorable()
-            _, unreached = coverings(again, steps)
+            unreached, pending = self._without_pending(again, coverings(again, steps)[1])
             found_again = self._lost(again, unreached, steps)
             lost = [one for one in lost if one in found_again[0]]
             losses = in_both(losses, found_again[1])
+        self.notes += [
+            f"{naming.LOG}/{epoch}: its records cannot be restored yet, or any more: the save of "
+            f"step {step}, which they continue from, is in flight, failed or was killed"
+            for epoch, step in sorted(pending)
+        ]
         for one in losses:
             self._add_error(one.error)
         for error in index.replaced:
@@ -210,6 +217,21 @@ class WalAudit:
             for point in lost
         ]
         return tuple(sorted(found, key=lambda one: (one.point.epoch, one.point.save_id.attempt)))
+
+    def _without_pending(
+        self, index: WalIndex, unreached: Sequence[RecoveryPoint]
+    ) -> tuple[list[RecoveryPoint], set[tuple[int, int]]]:
+        """Omits points above saves that were not committed; returns these epochs and steps."""
+        newest, left, pending = self._opened.newest_step(), [], set[tuple[int, int]]()
+        roots = {view.head.epoch: _roots(view) for view in index.views} if unreached else {}
+        noted = {epoch: newest_durable(self._found.at.segments(epoch)).step for epoch in roots}
+        for point in unreached:
+            root = roots[point.epoch][point.save_id]
+            if root is None or root.step <= max(noted[point.epoch], newest or 0):
+                left.append(point)
+            else:
+                pending.add((point.epoch, root.step))
+        return left, pending
 
     def _lost(
         self, index: WalIndex, unreached: Sequence[RecoveryPoint], steps: Mapping[int, SaveId]
@@ -253,6 +275,19 @@ def _is_header(data: bytes, head: EpochHeader) -> bool:
     with contextlib.suppress(Damaged, FormatMismatch):
         return wal_format.epoch_header_from(data, name="") == head
     return False
+
+
+def _roots(view: EpochView) -> dict[SaveId, SaveId | None]:
+    """Returns the save of the run that each record continues from; None if it is unknown."""
+    roots: dict[SaveId, SaveId | None] = {}
+    for log in view.processes.values():
+        gaps = {hole.before for hole in log.log.holes()}
+        for record in log.by_id.values():
+            parent = record.parent if record.parent.run == view.head.run else None
+            root = None if record in gaps else roots.get(record.parent, parent)
+            roots[record.save_id] = root
+        break  # The saves are those of all processes.
+    return roots
 
 
 def _object_of(error: Exception) -> str:

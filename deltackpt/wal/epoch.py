@@ -64,6 +64,8 @@ class OpenEpoch:
             self._heads.append(folder)
         directory = Path(folder.segments(head.epoch))
         self._check_lease = run.check_lease
+        #: The save that was last noted.
+        self._base: SaveId | None = None
         self._lock = threading.Lock()
         self._durable: collections.deque[RecoveryPoint] = collections.deque(maxlen=_KEPT)
         if no_shared_fs and head.directory is None:
@@ -131,6 +133,16 @@ class OpenEpoch:
         number = self.progress.of_all(fresh=fresh)
         with self._lock:
             return next((p for p in reversed(self._durable) if p.save_id.attempt <= number), None)
+
+    def note_base(self, base: SaveId) -> None:
+        """Stores that the save that records continue from was committed, so its loss is damage."""
+        if self._process or base == self._base or base.run != self.head.run:
+            return
+        self._base = base  # Even if the write fails: only verify reads it.
+        folder = Path(self._heads[0].segments(self.head.epoch))
+        data = DurableRecord(base.attempt, base.step)
+        with contextlib.suppress(StorageError):
+            DurableDir(folder, fsync=False).write(folder / NAME, data.to_bytes())
 
     def lagging(self) -> WalBehind | None:
         """Returns an error about processes that lag; only process 0 looks, and not at each call."""

@@ -467,6 +467,7 @@ class Recorder(WalHooks):
         epoch, chain = self._epoch, self._chain
         point = None
         if epoch is not None and chain is not None and self.is_base_committed:
+            epoch.note_base(chain.delta_base)  # Before a point that needs it is acknowledged.
             point = epoch.newest_point(fresh=fresh)
         if point is not None and (step is None or point.step > step):
             return point
