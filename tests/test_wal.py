@@ -16,7 +16,7 @@ import model
 import numpy as np
 import pytest
 from damages import flip
-from test_follower import grown
+from test_follower import grown, wait_until
 
 import deltackpt
 from deltackpt import RecoveryPoint, touched
@@ -239,6 +239,11 @@ def test_a_save_that_was_not_committed_is_no_damage_to_the_records_above(tmp_pat
 def test_points_below_a_step_with_other_tables_are_trimmed_like_other_records(tmp_path):
     """Restores need them until the step is committed, and after that if it is damaged."""
     run, copies = WalRun(tmp_path / "root", options=options()), [tmp_path / "1", tmp_path / "2"]
+
+    def is_noted(root):
+        noted = verify_root(root).notes
+        return any(f"the save of step {durable + 1}" in note for note in noted)
+
     with run.started() as manager:
         run.save()
         durable = run.append_durably(2).step
@@ -246,6 +251,7 @@ def test_points_below_a_step_with_other_tables_are_trimmed_like_other_records(tm
         with paused_saves(run.root):
             assert run.append().saved is not None
             assert run.append().kind == "full"
+            wait_until(lambda: is_noted(run.root))  # The record is written in the background.
             shutil.copytree(run.root, copies[0])
         manager.wait_until_finished()
         manager.wait_appended()
@@ -262,7 +268,7 @@ def test_points_below_a_step_with_other_tables_are_trimmed_like_other_records(tm
     assert_lost([durable + 2], copies[1], tmp_path / "damaged")
     killed = verify_root(copies[0])
     assert killed.intact and [one.point.step for one in killed.points] == [durable - 1, durable]
-    assert any(f"the save of step {durable + 1}" in note for note in killed.notes)
+    assert is_noted(copies[0])
     for run.root in copies:
         collect(run.root, offline=True)
         with run.open(deltackpt.ManagerOptions(access="read")) as manager:
