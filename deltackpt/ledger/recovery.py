@@ -48,7 +48,7 @@ def find_damaged_save(error: BaseException, root: StorePath, item: str) -> Damag
     name, _, within = error.object_name.partition(": ")
     path = name.partition(", ")[0].split("/")
     if path[-1] == COMMIT and (step := prefix_step("/".join(path[-3:-1]))) is not None:
-        path = [str(step), COMMIT]  # Where a bucket stores it.
+        path = [str(step), COMMIT]  # A bucket stores it there.
     inside = {item, naming.DENSE_ITEM, naming.STEP_DIGESTS, COMMIT}
     found_at = [
         at

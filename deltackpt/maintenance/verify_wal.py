@@ -279,14 +279,14 @@ def _is_header(data: bytes, head: EpochHeader) -> bool:
 
 def _roots(view: EpochView) -> dict[SaveId, SaveId | None]:
     """Returns the save of the run that each record continues from; None if it is unknown."""
+    if not view.processes:
+        return {}
     roots: dict[SaveId, SaveId | None] = {}
-    for log in view.processes.values():
-        gaps = {hole.before for hole in log.log.holes()}
-        for record in log.by_id.values():
-            parent = record.parent if record.parent.run == view.head.run else None
-            root = None if record in gaps else roots.get(record.parent, parent)
-            roots[record.save_id] = root
-        break  # The saves are those of all processes.
+    log = next(iter(view.processes.values()))  # The saves are those of all processes.
+    gaps = {hole.before for hole in log.log.holes()}
+    for record in log.by_id.values():
+        parent = record.parent if record.parent.run == view.head.run else None
+        roots[record.save_id] = None if record in gaps else roots.get(record.parent, parent)
     return roots
 
 

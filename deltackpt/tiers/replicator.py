@@ -47,7 +47,7 @@ _left: list[subprocess.Popen[bytes]] = []
 
 @atexit.register
 def _mark_ended() -> None:
-    """Prevents that warning at exit, which deletes each ``Popen``, also of running uploaders."""
+    """Avoids a ResourceWarning for each uploader that outlives this process."""
     for process in _left:
         process.returncode = process.poll() or 0
 
