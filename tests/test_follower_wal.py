@@ -145,6 +145,10 @@ class FollowedMachine(LogMachine):
             if one is not None and self.advance(one) and self.is_healthy(one):
                 assert self.held(one) == newest(self.root, soft=soft)
 
+    def show(self):
+        for one in self.followers.values():
+            self.advance(one)
+
     def is_healthy(self, one):
         return one.health == "follows"
 
@@ -438,6 +442,32 @@ def test_rows_in_a_lossy_record_but_not_in_the_next_step_come_from_the_step(tmp_
         trainer.save()
         assert one.advance() and one.loaded.point is None
         assert_holds_storage(one, tmp_path)
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_a_return_to_an_earlier_state_leaves_nothing_of_the_records_since(tmp_path, logged):
+    """As after a loss spike: the rows of these records are in no later delta or record."""
+    with saved(tmp_path) as trainer:
+        kept = trainer.state, trainer.touched
+        trainer.log(3)
+        one = holding(trainer)
+        trainer.state, trainer.touched = kept
+        if logged:
+            trainer.log()
+            options = deltackpt.ManagerOptions(access="read", multiprocess=False)
+            handlers = {"embeddings": states.tables("raw")}
+            with deltackpt.CheckpointManager(
+                tmp_path, handlers=handlers, options=options
+            ) as reader:
+                found = reader.restore_latest(trainer.state, service=Source(one))
+            assert found.step == trainer.step
+            model.assert_same(found.state, trainer.state)
+        else:
+            trainer.save()
+        trainer.assert_applied(one, above=None)
+        # Later records continue from that step.
+        trainer.log(2)
+        trainer.assert_applied(one, above=5)
 
 
 # Restores from a follower.

@@ -615,16 +615,21 @@ class LogMachine(RuleBasedStateMachine):
         else:
             self.take()
         self.quietly(self.manager.wait_until_finished)
+        self.show()
         self.state, self.touched = kept
         # All rows may differ from those of the last call.
         self.ids = {name: {*range(model.ROWS[name.rpartition("/")[2]])} for name in self.ids}
         if logged:
             self.take()
+            self.show()
             # The clock passes that of the last record.
             self.train(3, rows)
         for _ in range(2):
             self.log(rows, by_ids, full=True)
         self.find_newest()
+
+    def show(self):
+        """Lets followers, if there are any, see what was written."""
 
     def find_newest(self):
         """Another process restores the newest step or recovery point."""
