@@ -314,8 +314,9 @@ class RowReplica(StateHolder[LoadedState]):
                         if not before and piece.field.layer in of_saves[0]:
                             # Raw rows beside the first block may replace rows that do not differ.
                             found[:1] = _different(found[0], piece.targets)
-                        for block in found if to_go is not None else ():
-                            new_rows.add(block.group, block.rows)
+                        if to_go is not None and not piece.field.spec.always:
+                            for block in found:
+                                new_rows.add(block.group, block.rows)
                         yield found
 
         staged: list[RowBlock] = []
