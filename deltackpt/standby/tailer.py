@@ -152,7 +152,7 @@ class Tailer:
         return point.step <= step.step and index.counts(point) and index.has_step(step)
 
     def _poll(self) -> None:
-        """Reads the newly written records; if that fails, all records are ignored."""
+        """Reads the newly written records; if they are damaged, all records are ignored."""
         now = time.monotonic()
         self._refused = {one: error for one, error in self._refused.items() if now < error[0]}
         if self._reader is None:
@@ -161,8 +161,14 @@ class Tailer:
             # A bucket's names the epochs that its journal had.
             self._reader.places = self._root.wal_location
             self._index, self._unreadable = self._reader.read(), None
-        except (RestoreError, StorageError) as error:
+        except RestoreError as error:
             self._index, self._unreadable = WalIndex(()), without_frames(error)
+        except StorageError as error:
+            self._unreadable = without_frames(error)
+            # An outage of Kafka, for example: without a newer epoch, what was read still counts.
+            with contextlib.suppress(StorageError):
+                if self._reader.numbers()[:1] != [one.head.epoch for one in self._index.views[:1]]:
+                    self._index = WalIndex(())
 
     def _plan(self, steps: Collection[int]) -> ReplayPlan | None:
         """Returns the plan to the recovery point to hold; None to hold the newest intact step."""
