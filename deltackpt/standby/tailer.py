@@ -34,6 +34,7 @@ from deltackpt.reading.wal_index import (
     WalReader,
     newest_plan,
 )
+from deltackpt.reading.wal_records import WalRecord
 from deltackpt.storage.store import DirIdentity, StorePath
 
 #: A damaged step or record is not read again for this long: it may still be being copied.
@@ -142,6 +143,12 @@ class Tailer:
     def plan_to(self, point: RecoveryPoint, step: SaveId) -> ReplayPlan | None:
         """Returns the replay plan from a step to a recovery point; None if it is not known."""
         return self._index.plan(point, step) if self._index.views else None
+
+    def records(self, epoch: int) -> list[WalRecord]:
+        """Returns the valid records of an epoch that were not trimmed, of all processes."""
+        views = (view for view in self._index.views if view.head.epoch == epoch)
+        logs = (log for view in views for log in view.processes.values())
+        return [record for log in logs for record in log.by_id.values()]
 
     def leads_to(self, step: SaveId, point: RecoveryPoint) -> bool:
         """Returns whether a step descends from a recovery point.
