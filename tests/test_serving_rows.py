@@ -50,6 +50,7 @@ from deltackpt.errors import (
     ServiceUnavailable,
     StepNotFound,
     StorageError,
+    TooLittleMemory,
     VersionExpired,
 )
 from deltackpt.format.manifest import SaveId
@@ -414,6 +415,18 @@ def test_grown_tables_replace_the_old_ones_if_both_do_not_fit(trainer, tmp_path,
     assert_shows(live, trainer)
     assert filled and filled[0] <= before - nbytes // 2
     assert shown_rows(attached).tobytes() == shown_rows(live).tobytes()
+
+
+def test_a_version_is_stale_while_a_newer_one_does_not_fit(trainer):
+    nbytes = sum(np.asarray(leaf).nbytes for leaf in trainer.state["tables"].values())
+    live = opened(trainer.root, memory_bytes=BESIDE + nbytes + 200)
+    live.advance()
+    trainer.state = grown(trainer.state, 5)
+    trainer.touched = model.new_touched(trainer.state)
+    trainer.save()
+    with pytest.raises(TooLittleMemory):
+        live.advance()
+    assert (live.staleness().steps, live.status().newest_step) == (1, trainer.step)
 
 
 # Concurrent readers.

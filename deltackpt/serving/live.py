@@ -23,6 +23,7 @@ from deltackpt.errors import (
     MissingExtra,
     OptionError,
     ServiceUnavailable,
+    StorageError,
     WaitTimeout,
     without_frames,
 )
@@ -302,8 +303,9 @@ class Live(Versions):
                 raise
             finally:
                 changed = self._show()
+                with contextlib.suppress(StorageError):
+                    self._newest = self._tailer.newest_step()
             self._set_problem(self._tailer.problem)
-            self._newest = self._tailer.newest_step()
             return changed
 
     def wait_ready(self, timeout_secs: float, step: int = 0) -> None:
