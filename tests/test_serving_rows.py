@@ -951,7 +951,8 @@ def test_the_command_line_follows_and_shares_until_it_is_terminated(trainer, tmp
     url = json.loads("".join(iter(follower.stdout.readline, "}\n")) + "}")["url"]
     reader = serving.attach(tmp_path / "address")
     assert np.array_equal(shown_rows(reader), trainer.state["tables"]["users"])
-    assert json.loads(page(f"{url}status.json"))["step"] == trainer.step
+    # Other processes see a version first.
+    wait_until(lambda: json.loads(page(f"{url}status.json"))["step"] == trainer.step)
     follower.send_signal(signal.SIGTERM)
     follower.communicate(timeout=HANG_SECS)
     assert follower.returncode == 0
