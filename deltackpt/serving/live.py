@@ -23,7 +23,6 @@ from deltackpt.errors import (
     MissingExtra,
     OptionError,
     ServiceUnavailable,
-    StorageError,
     WaitTimeout,
     without_frames,
 )
@@ -303,8 +302,7 @@ class Live(Versions):
                 raise
             finally:
                 changed = self._show()
-                with contextlib.suppress(StorageError):
-                    self._newest = self._tailer.newest_step()
+                self._newest = self._tailer.newest_step()
             self._set_problem(self._tailer.problem)
             return changed
 

@@ -72,6 +72,7 @@ class Tailer:
         #: Parts of the WAL that two reads found missing.
         self._lost: Sequence[Loss] = ()
         self._seen: _StepIdentity | None = None
+        self._newest: int | None = None
         #: Errors of steps and records, and when to read them again, on the monotonic clock.
         self._refused: dict[_StepIdentity | SaveId, tuple[float, RestoreError]] = {}
         #: The error of a newer state than the held one, or None.
@@ -82,6 +83,7 @@ class Tailer:
         self._poll()
         failure: RestoreError | None = None
         steps = {*self._root.steps()}
+        self._newest = max(steps, default=None)
         is_changed = False
         while steps:
             plan = self._plan(steps)
@@ -126,9 +128,9 @@ class Tailer:
         return None
 
     def newest_step(self) -> int | None:
-        """Returns the training step of the newest committed step or full point, or None."""
+        """Returns the training step of the newest committed step or full point that was listed."""
         newest_point = (one.step for one in self._index.points() if one.full)
-        found = [self._root.newest_step(), next(newest_point, None)]
+        found = [self._newest, next(newest_point, None)]
         return max((step for step in found if step is not None), default=None)
 
     def full(self, plan: ReplayPlan) -> ReplayPlan | None:
