@@ -78,7 +78,7 @@ class Session:
         if isinstance(event, SaveEvent):
             self._intact = Reference(directory=self._directory, step=event.step)
         elif isinstance(event, RestoreEvent):
-            # Of a recovery point, the step below it: its own number is not a committed step.
+            # For a recovery point, it names the step below, which is committed.
             self._intact = Reference(directory=self._directory, step=event.chain[-1])
 
     def report(self, metrics: Mapping[str, object]) -> None:
