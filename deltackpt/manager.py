@@ -486,8 +486,9 @@ class CheckpointManager:
         Rows and dense leaves are copied before it returns and become durable soon after: see
         ``wait_appended``. All processes call it at the same steps. The WAL continues from the
         restored step or recovery point, or from a save. The step is saved instead if no such state
-        exists, if the tables have changed, or if the WAL has grown to ``max_wal_ratio``. If the
-        sampled audit finds changed rows that are not marked, the call saves a base, with a warning.
+        exists, if the tables have changed, or if the WAL has grown to ``max_wal_ratio``. It is
+        saved as a base if the ``TouchState`` is older than that of the last record. If the sampled
+        audit finds changed rows that are not marked, the call saves a base, with a warning.
 
         Args:
           step: the training step, greater than all appended before.

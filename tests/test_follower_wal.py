@@ -9,6 +9,7 @@ of exactly the step and point that they name, and in the end the newest ones.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 import warnings
 from pathlib import Path
@@ -145,6 +146,10 @@ class FollowedMachine(LogMachine):
             if one is not None and self.advance(one) and self.is_healthy(one):
                 assert self.held(one) == newest(self.root, soft=soft)
 
+    def show(self):
+        for one in self.followers.values():
+            self.advance(one)
+
     def is_healthy(self, one):
         return one.health == "follows"
 
@@ -200,13 +205,16 @@ TestFollowed.settings = settings(
 class Trainer(TrainingRun):
     """A run with a WAL, which waits for each save and record."""
 
-    def __init__(self, root: Path, codec="raw", policy=None, durability="process", **log):
+    def __init__(
+        self, root: Path, codec="raw", policy=None, durability="process", always=(), **log
+    ):
         options = deltackpt.ManagerOptions(
             deltas=deltackpt.DeltaOptions(policy=policy or Consecutive()),
             writes=deltackpt.WriteOptions(durability=durability),
             wal=deltackpt.WalOptions(**log),
         )
-        super().__init__(root, options=options, tables=states.tables(codec), move=self._moved)
+        tables = dataclasses.replace(states.tables(codec), always=always)
+        super().__init__(root, options=options, tables=tables, move=self._moved)
         self.open()
 
     def _moved(self, state, touched, step):
@@ -425,9 +433,32 @@ def test_with_an_unreadable_epoch_header_the_follower_holds_the_step(tmp_path):
     assert one.health == "follows"
 
 
-def test_rows_in_a_lossy_record_but_not_in_the_next_step_come_from_the_step(tmp_path):
+def test_while_the_wal_cannot_be_read_the_follower_keeps_its_point(tmp_path, monkeypatch):
+    def refuse() -> None:
+        raise errors.StorageError("no broker answers")
+
+    with saved(tmp_path, 1) as trainer:
+        one = holding(trainer)
+        trainer.log()
+        with monkeypatch.context() as patch:
+            patch.setattr(one._tailer._reader, "read", refuse)
+            assert not one.advance() and one.health == "follows; no broker answers"
+            trainer.assert_at(one, 2, above=1)
+        trainer.assert_applied(one, above=1)
+        assert one.health == "follows"
+        monkeypatch.setattr(one._tailer._reader, "read", refuse)
+        # Another epoch, which may not continue from the point.
+        trainer.resume_from(1)
+        trainer.log()
+        assert one.advance()
+        trainer.assert_at(one, 1, above=None)
+
+
+@pytest.mark.parametrize("always", [(), "accumulator"])
+def test_rows_in_a_lossy_record_but_not_in_the_next_step_come_from_the_step(tmp_path, always):
     """The caller names untouched rows: the record encodes them, but no delta has them."""
-    with saved(tmp_path, codec=CodecChoice(delta="int8", base="raw")) as trainer:
+    codec = CodecChoice(delta="int8", base="raw")
+    with saved(tmp_path, codec=codec, always=always) as trainer:
         one = holding(trainer)
         trainer.train()
         ids = model.moved(trainer.states[1], trainer.state)
@@ -438,6 +469,32 @@ def test_rows_in_a_lossy_record_but_not_in_the_next_step_come_from_the_step(tmp_
         trainer.save()
         assert one.advance() and one.loaded.point is None
         assert_holds_storage(one, tmp_path)
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_a_return_to_an_earlier_state_leaves_nothing_of_the_records_since(tmp_path, logged):
+    """As after a loss spike: the rows of these records are in no later delta or record."""
+    with saved(tmp_path) as trainer:
+        kept = trainer.state, trainer.touched
+        trainer.log(3)
+        one = holding(trainer)
+        trainer.state, trainer.touched = kept
+        if logged:
+            trainer.log()
+            options = deltackpt.ManagerOptions(access="read", multiprocess=False)
+            handlers = {"embeddings": states.tables("raw")}
+            with deltackpt.CheckpointManager(
+                tmp_path, handlers=handlers, options=options
+            ) as reader:
+                found = reader.restore_latest(trainer.state, service=Source(one))
+            assert found.step == trainer.step
+            model.assert_same(found.state, trainer.state)
+        else:
+            trainer.save()
+        trainer.assert_applied(one, above=None)
+        # Later records continue from that step.
+        trainer.log(2)
+        trainer.assert_applied(one, above=5)
 
 
 # Restores from a follower.

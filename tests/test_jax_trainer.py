@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from ray.train.v2.jax import JaxTrainer
 import deltackpt
 from deltackpt import errors
 from deltackpt.service import jax_trainer
+from deltackpt.testing.training_run import TrainingRun
 
 pytestmark = ray_nodes.IGNORED
 
@@ -128,6 +130,32 @@ def test_a_reader_restores_the_step_that_ray_got(killed):
     expected = ray_worker.expected(20)
     assert np.array_equal(state["tables"]["words"], expected["words"])
     assert np.array_equal(state["bias"], expected["bias"])
+
+
+def test_the_step_below_a_restored_recovery_point_is_reported(tmp_path, monkeypatch):
+    context = mock.Mock(**{"get_world_size.return_value": 1, "get_world_rank.return_value": 0})
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
+    reported: list[int] = []
+
+    def report(metrics: dict[str, Any], checkpoint: Any = None) -> None:
+        if checkpoint is not None:
+            reported.append(jax_trainer.reference(checkpoint).step)
+
+    monkeypatch.setattr(ray.train, "report", report)
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    run = TrainingRun(tmp_path, options=options)
+    with run.open():
+        run.save()
+        run.save()
+        run.append()
+    session = jax_trainer.Session(tmp_path)
+    resumed = TrainingRun(tmp_path, options=options, event_handlers=(session,))
+    with resumed.open() as manager:
+        assert manager.restore_latest(run.state).step == 3
+        session.report({})
+        session.report({})
+    assert reported == [2]
 
 
 def test_workers_that_would_each_train_alone_are_refused(cluster, tmp_path):

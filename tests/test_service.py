@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -363,6 +364,19 @@ def test_an_explicit_service_is_used_and_one_of_another_directory_rejected(stand
     with pytest.raises(ServiceUnavailable, match="found none; start one with"):
         service.connect(standing.whole)
     assert service.find(standing.whole) is None
+
+
+def test_a_step_of_an_earlier_run_comes_from_storage_at_once(cluster, tmp_path):
+    with Trainer(tmp_path / "root") as first:
+        first.save()
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+    started(trainer.root)
+    began = time.monotonic()
+    with ray_nodes.reader(trainer.root) as manager:
+        found = manager.restore(1, first.state)
+    assert_from_storage(found, first.state, ServiceUnavailable)
+    assert time.monotonic() - began < HANG_SECS / 2
 
 
 def test_a_service_that_sees_another_run_under_the_same_path_is_rejected(cluster, tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import shutil
 import warnings
@@ -24,8 +25,8 @@ from deltackpt.errors import OptionError, SaveFailed, StorageError, TrackingErro
 from deltackpt.layers import merge
 from deltackpt.maintenance.gc import collect
 from deltackpt.maintenance.verify import verify_root
-from deltackpt.reading import reader
-from deltackpt.testing import STEP_FILES, Disk, TrainingRun, paused_saves
+from deltackpt.reading import reader, stored_saves
+from deltackpt.testing import STEP_FILES, Disk, TrainingRun, paused_saves, states
 from deltackpt.wal.recorder import Recorder
 
 POLICIES = {
@@ -121,6 +122,19 @@ def test_a_restore_holds_a_bounded_number_of_row_indices(run, policy, monkeypatc
     assert first <= 2
     assert {*others} == {1} and first + len(others) == layers
     assert sum(found for _, found in counts) == count
+
+
+def test_a_delta_after_a_point_has_only_touched_rows_beside_slots_that_are_always_written(tmp_path):
+    tables = dataclasses.replace(states.tables(), always="accumulator")
+    run = WalRun(tmp_path, options=options(), tables=tables)
+    run.begin(2)
+    with run.open():
+        assert run.resume().point is not None
+        assert run.save().kind == "delta"
+    [shard] = stored_saves.read_save(tmp_path / "3").shards()
+    counts = {one.fields: one.count for one in shard.segments}
+    assert all("slot.accumulator" in fields or count < 150 for fields, count in counts.items())
+    assert any("values" in fields for fields in counts)
 
 
 def test_a_point_is_restored_on_another_sharding_of_tables_and_dense_leaves(run):

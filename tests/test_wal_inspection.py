@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -38,7 +39,7 @@ from deltackpt.maintenance.garbage import Retention
 from deltackpt.maintenance.gc import collect, collectable
 from deltackpt.maintenance.verify import verify_root
 from deltackpt.resources.runtime import Runtime
-from deltackpt.testing import Disk, DiskCall
+from deltackpt.testing import Disk, DiskCall, TrainingRun, states
 from deltackpt.wal.segment_files import FilledRecord, SegmentWriter
 
 GOLDEN = Path(make_golden.__file__).parent / "log-v1"
@@ -219,6 +220,25 @@ def test_a_diff_of_points_has_the_rows_that_differ(written, a, b):
         before, after = (np.asarray(written.states[one]["tables"][name]) for one in (a, b))
         expected = np.flatnonzero((before != after).reshape(len(before), -1).any(axis=1))
         assert found[f"tables/{name}"].rows.tolist() == expected.tolist()
+
+
+def test_a_diff_of_a_slot_that_is_always_written_has_all_rows_that_differ(tmp_path):
+    def moved(state, touched, step):
+        state, touched = states.train(state, touched, step)
+        slots = {name: slot + 1 for name, slot in state["slots"].items()}
+        return {**state, "slots": slots}, touched
+
+    tables = dataclasses.replace(states.tables(), always="accumulator")
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    trained = TrainingRun(tmp_path, options=options, tables=tables, move=moved)
+    with trained.open() as trainer:
+        trained.save()
+        trained.append()
+        trainer.wait_appended()
+    found = inspect.open(tmp_path).diff(1, 2, field="slot.accumulator")
+    assert {name: len(one.rows) for name, one in found.tables.items()} == {
+        f"tables/{name}": rows for name, rows in states.ROWS.items()
+    }
 
 
 def test_commands_accept_every_restorable_point(written, tmp_path):

@@ -321,6 +321,8 @@ def _differing_rows(a: Saves, b: Saves, of_a: _Field, of_b: _Field) -> np.ndarra
         beyond = one.chain[own.index(shared[-1]) + 1 :]
         held += (_rows_of(save, table, one.row_indices, spec.name) for save in beyond)
         held.append(one.logged_rows(table))
+        if one.plan is not None and spec.always:
+            return None  # Full records have all its rows.
         if any(len(rows) == table.rows for rows in held):
             return None
     return np.unique(np.concatenate(held))

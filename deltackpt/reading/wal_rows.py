@@ -42,7 +42,10 @@ WalRows = Sequence[Sequence[RecordRows]]
 
 
 class SeenRows:
-    """The rows that some WAL records contain, as a bitmap for each group."""
+    """The rows that some WAL records contain, as a bitmap for each group.
+
+    Rows of which a record has only slots that are ``always`` written do not count: those are all.
+    """
 
     def __init__(self, layout: Layout):
         self._layout = layout
@@ -129,7 +132,8 @@ def all_rows(seen: SeenRows | None, others: RowIndices = row_indices.stored_rows
         if not isinstance(layer, RecordRows):
             return others(layer, segment, targets)
         rows = row_indices.segment_rows(layer, segment)
-        if seen is not None:
+        group = layer.groups[segment.group]
+        if seen is not None and not all(segment.spec(group, one).always for one in segment.fields):
             seen.add(segment.group, rows)
         return StoredRows(rows)
 

@@ -75,8 +75,11 @@ class Session:
     def receive(self, event: Event) -> None:
         """Records a step that was committed or restored."""
         # Not that of a WAL record or an upload, whose step is not committed, or an older one.
-        if isinstance(event, (SaveEvent, RestoreEvent)):
+        if isinstance(event, SaveEvent):
             self._intact = Reference(directory=self._directory, step=event.step)
+        elif isinstance(event, RestoreEvent):
+            # For a recovery point, it names the step below, which is committed.
+            self._intact = Reference(directory=self._directory, step=event.chain[-1])
 
     def report(self, metrics: Mapping[str, object]) -> None:
         """Reports metrics to Ray Train, and each newly committed step once.

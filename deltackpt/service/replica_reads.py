@@ -20,6 +20,7 @@ import numpy as np
 import ray.exceptions
 
 from deltackpt.errors import ServiceError, ServiceMismatch, ServiceUnavailable
+from deltackpt.format import naming
 from deltackpt.format.manifest import SaveInfo
 from deltackpt.format.row_blocks import Box
 from deltackpt.layers.targets import Target, Targets, Wanted, empty_buffers
@@ -229,7 +230,7 @@ class _Read:
                     refusal = self._refusal(replica, pinned)
                 except ServiceError as error:
                     silence = error
-            if not soon or time.monotonic() > self._end:
+            if not soon or time.monotonic() > self._end or self._is_passed:
                 # A replica's explanation is more useful than another's missing answer.
                 problem = refusal or silence
                 assert problem is not None
@@ -247,9 +248,16 @@ class _Read:
         wanted = self._point
         return wanted is not None and loaded_state.same_point(pinned.point, wanted)
 
+    @functools.cached_property
+    def _is_passed(self) -> bool:
+        """Whether a later step exists: replicas follow that one, which may be of another run."""
+        wanted = self._save.info.save_id if self._point is None else self._point
+        steps = map(naming.step_number, self._save.step_dir.parent.folders())
+        return any(step is not None and step > wanted.step for step in steps)
+
     def _refusal(self, replica: Replica, pinned: Pinned) -> ServiceError:
         wanted, held = self._save.info.save_id, pinned.loaded
-        if held is not None and held.run != wanted.run:
+        if held is not None and held.run != wanted.run and not self._is_passed:
             return ServiceMismatch(
                 f"{replica}: expected save id {wanted} within {self._timeout_secs} s, found {held} "
                 "of another run; check that its node sees the same directory under this path"

@@ -302,8 +302,8 @@ class Live(Versions):
                 raise
             finally:
                 changed = self._show()
+                self._newest = self._tailer.newest_step()
             self._set_problem(self._tailer.problem)
-            self._newest = self._tailer.newest_step()
             return changed
 
     def wait_ready(self, timeout_secs: float, step: int = 0) -> None:

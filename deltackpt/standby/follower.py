@@ -236,6 +236,16 @@ class RowReplica(StateHolder[LoadedState]):
             if (held.info.save_id, held.layout) != (before, tables.layout):
                 return None  # A table has grown, so this shard had other rows.
         records = [] if rest is None else wal_rows.layers_of(rest, tables.layout)
+        if (
+            newer
+            and before_point is not None
+            and not self._are_exact(newest, before_point.epoch, tables)
+        ):
+            # The older records may have rows that no later delta has: the step has other bits.
+            passed = self._tailer.plan_to(before_point, before)
+            if passed is None:
+                return None
+            records += wal_rows.layers_of(passed, tables.layout)
         changed = ChangedRows()
         for of_save in (*reader.layers_of(newer, tables.targets), *records):
             for layer in of_save:
@@ -244,6 +254,15 @@ class RowReplica(StateHolder[LoadedState]):
                     if stored is not None:
                         changed.add(segment.group, stored.rows)
         return changed.by_table(tables.regions)
+
+    def _are_exact(self, save: StoredSave, epoch: int, tables: ReplicaTables) -> bool:
+        """Returns whether a step's chain, and the records of an epoch that exist, are lossless."""
+        records = self._tailer.records(epoch)
+        chain = chains.read_chain(save.step_dir, self._item)
+        of_records = [[wal_rows.rows_of(one, tables.layout)] for one in records]
+        of_saves = reader.layers_of(chain, tables.targets)
+        # Without any record, the codec of those that were removed is unknown.
+        return bool(records) and _are_lossless([*of_saves, *of_records])
 
     def _updates_since(
         self, goal: Goal, held: SaveId, point: RecoveryPoint | None, layout: Layout
@@ -314,8 +333,9 @@ class RowReplica(StateHolder[LoadedState]):
                         if not before and piece.field.layer in of_saves[0]:
                             # Raw rows beside the first block may replace rows that do not differ.
                             found[:1] = _different(found[0], piece.targets)
-                        for block in found if to_go is not None else ():
-                            new_rows.add(block.group, block.rows)
+                        if to_go is not None and not piece.field.spec.always:
+                            for block in found:
+                                new_rows.add(block.group, block.rows)
                         yield found
 
         staged: list[RowBlock] = []

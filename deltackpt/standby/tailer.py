@@ -34,6 +34,7 @@ from deltackpt.reading.wal_index import (
     WalReader,
     newest_plan,
 )
+from deltackpt.reading.wal_records import WalRecord
 from deltackpt.storage.store import DirIdentity, StorePath
 
 #: A damaged step or record is not read again for this long: it may still be being copied.
@@ -71,6 +72,7 @@ class Tailer:
         #: Parts of the WAL that two reads found missing.
         self._lost: Sequence[Loss] = ()
         self._seen: _StepIdentity | None = None
+        self._newest: int | None = None
         #: Errors of steps and records, and when to read them again, on the monotonic clock.
         self._refused: dict[_StepIdentity | SaveId, tuple[float, RestoreError]] = {}
         #: The error of a newer state than the held one, or None.
@@ -81,6 +83,7 @@ class Tailer:
         self._poll()
         failure: RestoreError | None = None
         steps = {*self._root.steps()}
+        self._newest = max(steps, default=None)
         is_changed = False
         while steps:
             plan = self._plan(steps)
@@ -125,9 +128,9 @@ class Tailer:
         return None
 
     def newest_step(self) -> int | None:
-        """Returns the training step of the newest committed step or full point, or None."""
+        """Returns the training step of the newest committed step or full point that was listed."""
         newest_point = (one.step for one in self._index.points() if one.full)
-        found = [self._root.newest_step(), next(newest_point, None)]
+        found = [self._newest, next(newest_point, None)]
         return max((step for step in found if step is not None), default=None)
 
     def full(self, plan: ReplayPlan) -> ReplayPlan | None:
@@ -143,6 +146,12 @@ class Tailer:
         """Returns the replay plan from a step to a recovery point; None if it is not known."""
         return self._index.plan(point, step) if self._index.views else None
 
+    def records(self, epoch: int) -> list[WalRecord]:
+        """Returns the valid records of an epoch that were not trimmed, of all processes."""
+        views = (view for view in self._index.views if view.head.epoch == epoch)
+        logs = (log for view in views for log in view.processes.values())
+        return [record for log in logs for record in log.by_id.values()]
+
     def leads_to(self, step: SaveId, point: RecoveryPoint) -> bool:
         """Returns whether a step descends from a recovery point.
 
@@ -152,7 +161,7 @@ class Tailer:
         return point.step <= step.step and index.counts(point) and index.has_step(step)
 
     def _poll(self) -> None:
-        """Reads the newly written records; if that fails, all records are ignored."""
+        """Reads the newly written records; if they are damaged, all records are ignored."""
         now = time.monotonic()
         self._refused = {one: error for one, error in self._refused.items() if now < error[0]}
         if self._reader is None:
@@ -161,8 +170,14 @@ class Tailer:
             # A bucket's names the epochs that its journal had.
             self._reader.places = self._root.wal_location
             self._index, self._unreadable = self._reader.read(), None
-        except (RestoreError, StorageError) as error:
+        except RestoreError as error:
             self._index, self._unreadable = WalIndex(()), without_frames(error)
+        except StorageError as error:
+            self._unreadable = without_frames(error)
+            # An outage of Kafka, for example: without a newer epoch, what was read still counts.
+            with contextlib.suppress(StorageError):
+                if self._reader.numbers()[:1] != [one.head.epoch for one in self._index.views[:1]]:
+                    self._index = WalIndex(())
 
     def _plan(self, steps: Collection[int]) -> ReplayPlan | None:
         """Returns the plan to the recovery point to hold; None to hold the newest intact step."""

@@ -56,6 +56,7 @@ from deltackpt.wal.writer import WalFailure, WalWriter
 
 _GONE = "the WAL records below the restored recovery point are gone"
 _UNNAMED = "an earlier call of append() did not name its rows, and there is no TouchState"
+_LEFT = "the TouchState is older than that of the last WAL record"
 
 
 class _Unmarked(TrackingError):
@@ -71,6 +72,15 @@ class _Continuation:
     delta_base: SaveId  # Save or recovery point that the records replay onto.
     committed: bool  # Whether that is known to be committed.
     saved: Clocks  # Clocks of the newest save since, which the records may replay onto.
+
+    def is_left(self, clocks: Clocks) -> bool:
+        """Returns whether training went back, in memory, to before the last record.
+
+        Replicas may hold rows of it that no later record or delta has.
+        """
+        seen = clocks_seen(clocks, self.last.clocks)
+        is_older = any(one.clock < seen.get(one.place, 0) for one in clocks.readings)
+        return self.root is None and is_older
 
     def discontinuity(self, clocks: Clocks) -> str | None:
         """Returns why no record may follow with these clocks; see ``save.branch.discontinuity``."""
@@ -386,6 +396,8 @@ class Recorder(WalHooks):
         # depends on nothing else that differs between them.
         reason = "there is no step or recovery point that a WAL record could continue from"
         if self._chain is not None:
+            if self._chain.is_left(clocks):
+                return _LEFT  # Saved as a base: see ``check``.
             reason = self._layout_mismatch(self._chain.last, split) or self._chain.discontinuity(
                 clocks
             )
@@ -590,6 +602,8 @@ class Recorder(WalHooks):
         self._follow_run()
         if (found := self._audit.poll()) is not None:
             self._suspect(found)
+        if self._chain is not None and self._chain.is_left(pending_save.clocks_of(split, marks)):
+            self._run.lineage.distrust(_LEFT)
         missing = self._given_rows.missing(split, marks, self._runtime)
         self._given_rows.compared()
         if self._named_until != self._calls:
