@@ -116,11 +116,11 @@ def _pieces(sections: Iterable[Section], targets: Targets) -> Iterator[Piece]:
             yield _piece([one], targets)
             continue
         kind = one.field.segment.group, one.field.segment.columns, one.field.spec
-        waiting.setdefault(kind, []).append(one)
-        sizes[kind] += nbytes
-        if sizes[kind] > _SMALL_BYTES:
+        if kind in waiting and sizes[kind] + nbytes > _SMALL_BYTES:
             yield _piece(waiting.pop(kind), targets)
             del sizes[kind]
+        waiting.setdefault(kind, []).append(one)
+        sizes[kind] += nbytes
     for joined in waiting.values():
         yield _piece(joined, targets)
 
