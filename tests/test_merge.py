@@ -178,8 +178,11 @@ def cells_of(number: int, field: str) -> np.ndarray:
     st.sampled_from([[(0, 6)], [(0, 3), (3, 6)], [(2, 5)]]),
     st.randoms(use_true_random=False),
     st.sampled_from([None, 1, 3]),
+    st.sampled_from([-1, 100, 1 << 18]),
 )
-def test_pieces_of_a_stage_are_merged_in_any_order(saves, reach, cuts, splits, random, threads):
+def test_pieces_of_a_stage_are_merged_in_any_order(
+    saves, reach, cuts, splits, random, threads, joined_bytes
+):
     low, high = sorted(reach)
     cuts = sorted({low, high, *(cut for cut in cuts if low < cut < high)})
     places = [(rows, cols) for rows in zip(cuts, cuts[1:], strict=False) for cols in splits]
@@ -209,13 +212,15 @@ def test_pieces_of_a_stage_are_merged_in_any_order(saves, reach, cuts, splits, r
         chunk = row_blocks.row_slice(rows, low, high)
         return StoredRows(rows[chunk], chunk.start)
 
-    stages = [[*stage] for stage in merge.plan(saves, held, indices)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge, "_SMALL_BYTES", joined_bytes)
+        stages = [[*stage] for stage in merge.plan(saves, held, indices)]
     for stage in stages:
         random.shuffle(stage)
-        for piece in stage:
-            rows = np.asarray(piece.rows)
-            for row in rows if piece.needed is None else rows[piece.needed]:
-                written[piece.field.segment.columns, piece.field.spec.name, int(row)] += 1
+        for one in (section for piece in stage for section in piece.sections):
+            rows = np.asarray(one.rows)
+            for row in rows if one.needed is None else rows[one.needed]:
+                written[one.field.segment.columns, one.field.spec.name, int(row)] += 1
     with Runtime(threads or 1) as runtime:
         merge.run(stages, runtime)
     for target in targets:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from deltackpt.layers import row_indices
 from deltackpt.layers.footer import LayerManifest
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.layers.write import LayerFile
-from deltackpt.reading import chains, inventory, reader, stored_saves
+from deltackpt.reading import chains, inventory, reader, shard_arrays, stored_saves
 from deltackpt.reading.wal_records import segment_of
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests
@@ -191,8 +192,28 @@ def test_any_rows_of_any_chain_equal_those_of_its_states(tmp_path_factory, data)
     stop = data.draw(st.integers(start + 1, ROWS))
     chain = chains.read_chain(root / str(len(states) - 1))
     wanted = {"t": {"values": [Box((start, stop), (0, WIDTH))]}}
-    found = reader.restore_tables(chain, wanted=wanted).fields["t"]["values"]
+    with pytest.MonkeyPatch.context() as patch:
+        # Layers are read as a whole, some of them, or array by array.
+        layer_bytes = sum(save.head.layer.nbytes for save in chain if save.head.layer)
+        patch.setattr(shard_arrays, "_LOADED_BYTES", data.draw(st.integers(0, layer_bytes)))
+        found = reader.restore_tables(chain, wanted=wanted).fields["t"]["values"]
     assert np.array_equal(found, states[-1][start:stop])
+
+
+def test_a_small_layer_is_read_with_a_request_for_its_end_and_one_for_all(tmp_path, monkeypatch):
+    root, requests = StorePath(MemoryStore(), ""), list[str]()
+    states = put_chain(root, tmp_path)
+    chain, read = chains.read_chain(root / "2"), MemoryStore.read_into
+
+    def counted(store: MemoryStore, key: str, *arguments: Any, **more: Any) -> None:
+        requests.append(key)
+        read(store, key, *arguments, **more)
+
+    monkeypatch.setattr(MemoryStore, "read_into", counted)
+    found = reader.restore_tables(chain).fields["t"]["values"]
+    assert np.array_equal(found, states[-1])
+    layers = [key for key in requests if key.endswith(naming.layer_name(0))]
+    assert sorted(layers) == [f"{step}/embeddings/layer.0" for step in (1, 1, 2, 2)]
 
 
 def test_row_indices_around_a_range_are_read(root, tmp_path):

@@ -376,14 +376,16 @@ def _record_builder(kind: type) -> Callable[[object], object]:
     def build(value: object) -> object:
         if type(value) is not dict:
             raise InvalidRecord("a map", value)
-        _check_required(required, value)
+        if not required <= value.keys():
+            _check_required(required, value)
+        name = ""
         found = {}
-        for name, make in builders.items():
-            if name in value:
-                try:
+        try:
+            for name, make in builders.items():
+                if name in value:
                     found[name] = make(value[name])
-                except InvalidRecord as error:
-                    raise error.within(name) from None
+        except InvalidRecord as error:
+            raise error.within(name) from None
         return kind(**found)
 
     return build

@@ -368,7 +368,7 @@ class GroupEntry:
     rows: int
     fields: tuple[FieldSpec, ...]
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Columns of the tables."""
         return next(width(spec.trailing) for spec in self.fields if spec.name == VALUES)
@@ -490,10 +490,11 @@ class Segment:
 
     def spec(self, group: GroupEntry, field: str) -> FieldSpec:
         """Returns a field's spec with this segment's columns and the codec that was used."""
-        planned = next(spec for spec in group.fields if spec.name == field)
-        encodings = reversed(self.encodings)
-        found = (encoding.codec for encoding in encodings if encoding.field == field)
-        codec, trailing = next(found, planned.codec), planned.trailing
+        [planned] = [spec for spec in group.fields if spec.name == field]
+        codec, trailing = planned.codec, planned.trailing
+        for encoding in self.encodings:
+            if encoding.field == field:
+                codec = encoding.codec
         if trailing and group.columns(planned) is not None:
             trailing = (self.columns[1] - self.columns[0], *trailing[1:])
         if (trailing, codec) == (planned.trailing, planned.codec):

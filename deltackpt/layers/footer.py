@@ -313,8 +313,7 @@ def chunk_crc32c(seed: int, offset: int, padding: np.ndarray, data: np.ndarray) 
 
     ``seed`` is ``LayerManifest.seed``; both arrays are contiguous uint8.
     """
-    crc = google_crc32c.extend(seed, _OFFSET.pack(offset))
-    return crc32c(data, crc32c(padding, crc) if len(padding) else crc)
+    return crc32c(data, google_crc32c.extend(seed, _OFFSET.pack(offset) + padding.tobytes()))
 
 
 def _check_version(version: int, shown: str) -> None:
@@ -388,7 +387,8 @@ def _check_array(array: LayerArray) -> None:
     require(0 < len(array.shape) <= MOST_AXES, records.AXES, array.shape, "shape")
     require(0 < array.chunk_rows <= MOST, "1 or more", array.chunk_rows, "chunk_rows")
     rows, row_bytes, count = array.shape[0], array.row_bytes, array.chunk_count
-    require((rows or 1) * (row_bytes or 1) <= MOST, f"at most {MOST} bytes", array.shape, "shape")
+    if (rows or 1) * (row_bytes or 1) > MOST:
+        raise InvalidRecord(f"at most {MOST} bytes", array.shape, "shape")
     if len(array.chunks) != count * _PLACE.size:
         expected = f"{count * _PLACE.size} bytes of chunks"
         raise InvalidRecord(expected, len(array.chunks), "chunks")

@@ -2,15 +2,17 @@
 """Merges saves and WAL records into host buffers; the newest wins. Numpy only.
 
 ``merge_plan`` determines which rows of which segments are needed; they are cut into pieces here,
-which threads read, decode and write into the targets.
+which threads read, decode and write into the targets. Few rows of many segments are one piece, so
+that numpy handles them at once.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from deltackpt.format.row_blocks import (
     RowBlock,
     Rows,
     Segment,
+    Span,
 )
 from deltackpt.layers import row_indices
 from deltackpt.layers.merge_plan import MergePlan, SegmentRows
@@ -38,6 +41,8 @@ from deltackpt.resources.runtime import Memory, Runtime
 _DECODED_BYTES = 4 << 20
 #: Smaller pieces are mostly Python code, so the GIL would serialize threads.
 _SMALL_BYTES, _SMALL_TOTAL_BYTES = 1 << 18, 1 << 26
+#: Shorter sections are joined, up to ``_SMALL_BYTES``.
+_JOINED_BYTES = 1 << 15
 
 
 def plan(
@@ -54,7 +59,7 @@ def plan(
     threads of ``runtime`` call it, by default the caller's thread.
     """
     for stage in MergePlan(layers, targets, indices, runtime).stages():
-        yield (piece for rows in stage for piece in _pieces(rows, targets))
+        yield _pieces((one for rows in stage for one in _sections(rows, targets)), targets)
 
 
 class Work(Protocol):
@@ -101,14 +106,41 @@ def _are_small(pieces: Iterable[Work]) -> bool:
     return max(sizes, default=0) <= _SMALL_BYTES and sum(sizes) <= _SMALL_TOTAL_BYTES
 
 
-def _pieces(section: SegmentRows, targets: Targets) -> Iterator[Piece]:
+def _pieces(sections: Iterable[Section], targets: Targets) -> Iterator[Piece]:
+    """Joins short sections with row indices that are decoded alike."""
+    waiting: dict[tuple[str, Span, FieldSpec], list[Section]] = {}
+    sizes = collections.Counter[tuple[str, Span, FieldSpec]]()
+    for one in sections:
+        nbytes = one.nbytes
+        if nbytes > _JOINED_BYTES or not isinstance(one.rows, np.ndarray):
+            yield _piece([one], targets)
+            continue
+        kind = one.field.segment.group, one.field.segment.columns, one.field.spec
+        if kind in waiting and sizes[kind] + nbytes > _SMALL_BYTES:
+            yield _piece(waiting.pop(kind), targets)
+            del sizes[kind]
+        waiting.setdefault(kind, []).append(one)
+        sizes[kind] += nbytes
+    for joined in waiting.values():
+        yield _piece(joined, targets)
+
+
+def _piece(sections: list[Section], targets: Targets) -> Piece:
+    spans = [row_blocks.reach(one.rows) for one in sections]
+    span = min(first for first, _ in spans), max(stop for _, stop in spans)
+    segment, name = sections[0].field.segment, sections[0].field.spec.name
+    return Piece(sections, targets.over(segment.group, name, span, segment.columns))
+
+
+def _sections(source: SegmentRows, targets: Targets) -> Iterator[Section]:
     """Cuts the rows of a segment at the chunks of each field."""
-    (layer, segment), held, needed = section
+    (layer, segment), held, needed = source
     layer.check(segment)
     group = layer.groups[segment.group]
+    entries = {entry.name: entry for entry in segment.arrays}
     for name in segment.fields:
-        field = SegmentField(layer, segment, segment.spec(group, name))
-        # Rows without stored arrays are one piece.
+        field = SegmentField(layer, segment, segment.spec(group, name), entries)
+        # Rows without stored arrays are one section.
         chunk_rows = field.stored[""].chunk_rows if field.stored else segment.count
         for wanted in targets.sections(segment, held.rows, name):
             start, stop = held.first + wanted.start, held.first + wanted.stop
@@ -117,23 +149,21 @@ def _pieces(section: SegmentRows, targets: Targets) -> Iterator[Piece]:
                 own = slice(start - held.first, end - held.first)
                 mask = None if needed is None or needed[own].all() else needed[own]
                 if mask is None or mask.any():
-                    rows = held.rows[own]
-                    reach = row_blocks.reach(rows)
-                    over = targets.over(segment.group, name, reach, segment.columns)
-                    yield Piece(field, rows, mask, start, end, over)
+                    yield Section(field, held.rows[own], mask, start, end)
                 start = end
 
 
 class SegmentField:
-    """One field of a segment, with its spec as the segment has it.
+    """One field of a segment, with its spec as the segment has it, and all arrays by name.
 
     ``stored`` has the array of each codec suffix. ``raw_rows`` are the array of rows that are
     stored raw, and that of their positions; it may be empty. ``nbytes`` are those of all arrays.
     """
 
-    def __init__(self, layer: Layer, segment: Segment, spec: FieldSpec):
+    def __init__(
+        self, layer: Layer, segment: Segment, spec: FieldSpec, entries: Mapping[str, ArrayEntry]
+    ):
         self.layer, self.segment, self.spec = layer, segment, spec
-        entries = {entry.name: entry for entry in segment.arrays}
         codec = codecs.parse_codec(spec.codec)
         self.stored = {
             suffix: entries[codecs.array_name(spec.name, suffix)]
@@ -163,8 +193,7 @@ class SegmentField:
         return found
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class Piece:
+class Section(NamedTuple):
     """Rows at positions ``[start, stop)`` of one field of a segment, within one chunk.
 
     ``rows`` are their virtual rows. ``needed``, (rows,) bool, has those that no newer layer has;
@@ -176,24 +205,37 @@ class Piece:
     needed: np.ndarray | None
     start: int
     stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of the section."""
+        return self.field.nbytes * (self.stop - self.start) // max(1, self.field.segment.count)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Piece:
+    """Sections with equal specs, groups and columns, which have different needed rows."""
+
+    sections: list[Section]
     targets: tuple[Target, ...]
 
     @property
     def nbytes(self) -> int:
         """Stored bytes of the piece."""
-        return self.field.nbytes * (self.stop - self.start) // max(1, self.field.segment.count)
+        return sum(one.nbytes for one in self.sections)
 
     def run(self, memory: Memory) -> None:
         """See ``Work``."""
-        direct = self._direct_target()
+        first = self.sections[0]
+        direct = self._direct_target(first)
         if direct is not None:
             out = direct.view(codecs.stored_dtype(direct.dtype))
-            self.field.read_into(self.field.stored[""], self.start, self.stop, out)
+            first.field.read_into(first.field.stored[""], first.start, first.stop, out)
             return
-        self._populate()
-        row_bytes = self.field.spec.row_bytes + np.dtype(np.int64).itemsize
+        self._populate(first.rows)
+        row_bytes = first.field.spec.row_bytes + np.dtype(np.int64).itemsize
         # Copies of chosen rows stay in the cache, too.
-        step = max(1, _DECODED_BYTES // row_bytes // (1 if self.needed is None else 4))
+        step = max(1, _DECODED_BYTES // row_bytes // (1 if first.needed is None else 4))
         lent: list[np.ndarray] = []
         try:
             for block in self._decoded(step, memory.allocate, lent):
@@ -205,27 +247,44 @@ class Piece:
 
     def load(self) -> list[RowBlock]:
         """Reads and decodes the piece; a later block overwrites an earlier one."""
-        return [*self._decoded(len(self.rows), np.empty, []), *self._raw_rows()]
+        count = sum(len(one.rows) for one in self.sections)
+        return [*self._decoded(count, np.empty, []), *self._raw_rows()]
 
-    def _populate(self) -> None:
+    def _populate(self, rows: Rows) -> None:
         """Allocates the memory of rows that were not written yet, if they are contiguous."""
-        if isinstance(self.rows, range):
+        if isinstance(rows, range):
             for target in (one for one in self.targets if one.cycle is None):
-                first, last = row_blocks.common(target.rows, row_blocks.reach(self.rows))
+                first, last = row_blocks.common(target.rows, row_blocks.reach(rows))
                 host_memory.populate(target.buffer[first - target.rows[0] : last - target.rows[0]])
 
-    def _direct_target(self) -> np.ndarray | None:
+    def _direct_target(self, section: Section) -> np.ndarray | None:
         """Returns the part of a final buffer that raw stored bytes can be read into."""
-        if self.field.spec.codec != "raw" or not isinstance(self.rows, range):
+        rows, field = section.rows, section.field
+        if field.spec.codec != "raw" or not isinstance(rows, range):
             return None
         if len(self.targets) != 1:
             return None
         [target] = self.targets
-        whole = target.columns in (None, self.field.segment.columns) and not target.cycle
+        whole = target.columns in (None, field.segment.columns) and not target.cycle
         first, last = target.rows
-        if whole and first <= self.rows.start and self.rows.stop <= last:
-            return target.buffer[self.rows.start - first : self.rows.stop - first]
+        if whole and first <= rows.start and rows.stop <= last:
+            return target.buffer[rows.start - first : rows.stop - first]
         return None
+
+    def _chosen(self) -> tuple[Rows, np.ndarray | None]:
+        """Returns the needed rows, and their positions in the joined sections; None for all."""
+        first, *others = self.sections
+        if not others and first.needed is None:
+            return first.rows, None
+        rows = np.concatenate([np.asarray(one.rows) for one in self.sections])
+        needed = [
+            np.ones(len(one.rows), bool) if one.needed is None else one.needed
+            for one in self.sections
+        ]
+        positions = np.flatnonzero(np.concatenate(needed))
+        if others:
+            positions = positions[np.argsort(rows[positions], kind="stable")]
+        return rows[positions], positions
 
     def _decoded(
         self,
@@ -234,40 +293,45 @@ class Piece:
         lent: list[np.ndarray],
     ) -> Iterator[RowBlock]:
         """Yields the needed rows, ``step`` at a time; adds their memory to ``lent``."""
-        segment, stored = self.field.segment, {}
-        for entry in self.field.stored.values():
-            shape = self.stop - self.start, *entry.shape[1:]
-            stored[entry.name] = allocate(shape, np.dtype(entry.dtype))
-            lent.append(stored[entry.name])
-            self.field.read_into(entry, self.start, self.stop, stored[entry.name])
-        positions = None if self.needed is None else np.flatnonzero(self.needed)
-        for start in range(0, len(self.rows if positions is None else positions), step):
+        first, stored = self.sections[0].field, {}
+        count = sum(one.stop - one.start for one in self.sections)
+        for suffix, entry in first.stored.items():
+            held = allocate((count, *entry.shape[1:]), np.dtype(entry.dtype))
+            stored[entry.name] = held
+            lent.append(held)
+            at = 0
+            for field, _, _, start, stop in self.sections:
+                end = at + stop - start
+                field.read_into(field.stored[suffix], start, stop, held[at:end])
+                at = end
+        rows, positions = self._chosen()
+        for start in range(0, len(rows), step):
             section = slice(start, start + step)
             if positions is None:
-                rows, found = self.rows[section], {name: of[section] for name, of in stored.items()}
+                found = {name: of[section] for name, of in stored.items()}
             else:
                 chosen = positions[section]
-                rows = np.asarray(self.rows)[chosen]
                 found = {name: np.take(of, chosen, axis=0) for name, of in stored.items()}
-            encoded = EncodedBlock(segment.group, rows, segment.columns, found)
-            yield codecs.decode_block(encoded, [self.field.spec])
+            columns = first.segment.columns
+            encoded = EncodedBlock(first.segment.group, rows[section], columns, found)
+            yield codecs.decode_block(encoded, [first.spec])
 
     def _raw_rows(self) -> Iterator[RowBlock]:
         """Yields raw rows of the piece, which replace what its codec decoded."""
-        field = self.field
-        if not field.raw_rows:
-            return
-        first, last = np.searchsorted(field.raw_positions, (self.start, self.stop))
-        if first == last:
-            return
-        entry, at = field.raw_rows[0], field.raw_positions[first:last] - self.start
-        found = np.empty((last - first, *entry.shape[1:]), np.dtype(entry.dtype))
-        field.read_into(entry, int(first), int(last), found)
-        if self.needed is not None:
-            found, at = found[self.needed[at]], at[self.needed[at]]
-        values = {field.spec.name: found.view(codecs.dtype_of(field.spec.dtype))}
-        rows = np.asarray(self.rows)[at]
-        yield RowBlock(field.segment.group, rows, field.segment.columns, values)
+        for field, rows, needed, start, stop in self.sections:
+            if not field.raw_rows:
+                continue
+            first, last = np.searchsorted(field.raw_positions, (start, stop))
+            if first == last:
+                continue
+            entry, at = field.raw_rows[0], field.raw_positions[first:last] - start
+            found = np.empty((last - first, *entry.shape[1:]), np.dtype(entry.dtype))
+            field.read_into(entry, int(first), int(last), found)
+            if needed is not None:
+                found, at = found[needed[at]], at[needed[at]]
+            values = {field.spec.name: found.view(codecs.dtype_of(field.spec.dtype))}
+            rows = np.asarray(rows)[at]
+            yield RowBlock(field.segment.group, rows, field.segment.columns, values)
 
 
 def apply(block: RowBlock, targets: Iterable[Target]) -> None:

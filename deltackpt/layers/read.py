@@ -71,21 +71,6 @@ class StoredBytes:
             self._store.read_into(self._key, start, buffers)
 
 
-class _Memory(NamedTuple):
-    """Bytes in memory from an offset on; see ``ByteSource``."""
-
-    name: str
-    start: int
-    data: np.ndarray
-    run_bytes: int = _FILE_RUN_BYTES
-
-    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
-        at = start - self.start
-        for buffer in buffers:
-            np.frombuffer(buffer, np.uint8)[:] = self.data[at : at + buffer.nbytes]
-            at += buffer.nbytes
-
-
 class LayerReader:
     """A layer whose footer is verified; everything else is verified when it is read.
 
@@ -107,6 +92,8 @@ class LayerReader:
         find its end. ``digest`` is the expected one, if known; ``name`` is the layer's in errors.
         """
         self._source, self.start, self.nbytes = source, start, nbytes
+        #: All bytes of the layer, if they are in memory.
+        self._loaded: np.ndarray | None = None
         self._verified: set[Chunk] = set()
         self._name = name or source.name
         trailer, data = self._read_tail(digest)
@@ -125,14 +112,16 @@ class LayerReader:
     def at(self, source: ByteSource) -> LayerReader:
         """Returns the same layer, whose chunks are read from another source of the same bytes."""
         found = copy.copy(self)
-        found._source, found._verified = source, set()
+        found._source, found._loaded, found._verified = source, None, set()
         return found
 
     def loaded(self) -> LayerReader:
         """Returns the same layer in memory, read with one range; chunks are verified as before."""
         data = np.empty(self.nbytes, np.uint8)
         self._read(0, [data], "chunks")
-        return self.at(_Memory(self._name, self.start, data))
+        found = copy.copy(self)
+        found._loaded = data
+        return found
 
     @property
     def id(self) -> SaveId:
@@ -193,7 +182,7 @@ class LayerReader:
                 for numbers in self._batches(array, 0, array.chunk_count - 1):
                     chunks = [(number, self._chunk(array, number)) for number in numbers]
                     unread = [one for one in chunks if one[1] not in self._verified]
-                    self._read_chunks(array, [_Wanted(*one, _room(one[1])) for one in unread])
+                    self._read_chunks(array, [_Wanted(*one, self._room(one[1])) for one in unread])
 
     def damage(self) -> Iterator[Damaged]:
         """Reads every byte of the layer, and yields what is altered or missing."""
@@ -207,7 +196,7 @@ class LayerReader:
         for array in self.manifest.arrays:
             for numbers in self._batches(array, 0, array.chunk_count - 1):
                 chunks = [(number, self._chunk(array, number)) for number in numbers]
-                wanted = [_Wanted(number, chunk, _room(chunk)) for number, chunk in chunks]
+                wanted = [_Wanted(number, chunk, self._room(chunk)) for number, chunk in chunks]
                 try:
                     self._read_chunks(array, wanted)
                 except Damaged:
@@ -280,9 +269,16 @@ class LayerReader:
         own, length = number * array.chunk_rows, array.chunk_length(number)
         low, high = max(start, own), min(stop, own + length)
         target = out[(low - start) * row_bytes : (high - start) * row_bytes]
-        if high - low == length and len(target) == chunk.stop - chunk.offset:
+        is_whole = high - low == length and len(target) == chunk.stop - chunk.offset
+        if is_whole and self._loaded is None:
             return _Wanted(number, chunk, target)
-        return _Wanted(number, chunk, _room(chunk), target, (low - own) * row_bytes)
+        return _Wanted(number, chunk, self._room(chunk), target, (low - own) * row_bytes)
+
+    def _room(self, chunk: Chunk) -> np.ndarray:
+        """Returns memory for a chunk, which already has its bytes if the layer is in memory."""
+        if self._loaded is not None:
+            return self._loaded[chunk.offset : chunk.stop]
+        return np.empty(chunk.stop - chunk.offset, np.uint8)
 
     def _check(
         self, array: LayerArray, number: int, chunk: Chunk, padding: np.ndarray, data: np.ndarray
@@ -295,6 +291,11 @@ class LayerReader:
 
     def _read_chunks(self, array: LayerArray, wanted: Sequence[_Wanted]) -> None:
         """Reads chunks, adjacent ones with one range, and verifies them."""
+        if self._loaded is not None:
+            for one in wanted:
+                padding = self._loaded[one.chunk.start : one.chunk.offset]
+                self._check(array, one.number, one.chunk, padding, one.data)
+            return
         paddings = [np.empty(one.chunk.offset - one.chunk.start, np.uint8) for one in wanted]
         first = 0
         for number in range(1, len(wanted) + 1):
@@ -341,10 +342,6 @@ class _Wanted(NamedTuple):
     data: np.ndarray
     target: np.ndarray | None = None
     skipped: int = 0
-
-
-def _room(chunk: Chunk) -> np.ndarray:
-    return np.empty(chunk.stop - chunk.offset, np.uint8)
 
 
 def _shown(array: LayerArray, chunk: int) -> str:

@@ -248,12 +248,16 @@ def _check_rows(segment: Segment, group: GroupEntry) -> None:
 
 
 def _check_encoding(encoding: Encoding, segment: Segment, tables: int) -> None:
-    place = f"encodings.{records.shown(encoding.field)}"
-    require(encoding.field in segment.fields, f"one of {segment.fields}", encoding.field, place)
+    place = f"encodings.{encoding.field}"
+    if encoding.field not in segment.fields:
+        place = f"encodings.{records.shown(encoding.field)}"
+        raise InvalidRecord(f"one of {segment.fields}", encoding.field, place)
     for figures in (encoding.rows, encoding.squared_error, encoding.squared_norm):
-        require(len(figures) == tables, f"figures of {tables} tables", len(figures), place)
+        if len(figures) != tables:
+            raise InvalidRecord(f"figures of {tables} tables", len(figures), place)
         # NaN sums of squares are allowed: a NaN in training is not damage.
-        require(not any(figure < 0 for figure in figures), "figures of 0 or more", figures, place)
+        if any(figure < 0 for figure in figures):
+            raise InvalidRecord("figures of 0 or more", figures, place)
 
 
 def _check_arrays(segment: Segment, specs: Collection[FieldSpec]) -> None:
@@ -262,41 +266,64 @@ def _check_arrays(segment: Segment, specs: Collection[FieldSpec]) -> None:
     require(len(entries) == len(segment.arrays), "arrays of different names", [*entries], "arrays")
     known = set()
 
+    # A chain has many thousands of arrays, so errors are described only if there are any.
     def check(
         name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], byte_planes: bool = False
     ) -> None:
         known.add(name)
-        require(name in entries, f"an array {name}", "none in the manifest")
+        if name not in entries:
+            raise InvalidRecord(f"an array {name}", "none in the manifest")
         _check_array(entries[name], shape, dtypes, byte_planes)
 
     if segment.ranges is None:
         check(naming.GAPS, (segment.count,), GAPS_DTYPES)
     for spec in specs:
-        codec, dtype = codecs.parse_codec(spec.codec), codecs.dtype_of(spec.dtype)
-        for suffix, array in codec.stored(spec.trailing, dtype).items():
-            shape, name = (segment.count, *array.trailing), codecs.array_name(spec.name, suffix)
-            check(name, shape, (array.dtype.name,), array.byte_planes)
+        stored, lossless = _stored_arrays(spec.codec, spec.trailing, spec.dtype)
+        for suffix, trailing, dtype, byte_planes in stored:
+            name = codecs.array_name(spec.name, suffix)
+            check(name, (segment.count, *trailing), (dtype,), byte_planes)
+        if lossless:
+            continue
         rows, at = (
             codecs.array_name(spec.name, suffix)
             for suffix in (codecs.RAW_ROWS, codecs.RAW_POSITIONS)
         )
-        if codec.lossless or not (rows in entries or at in entries):
+        if not (rows in entries or at in entries):
             continue
         require(rows in entries and at in entries, f"both {rows} and {at}, or none", "one")
         count = entries[at].shape[0]
         require(count <= segment.count, f"at most {segment.count} rows", count, rows)
-        check(rows, (count, *spec.trailing), (codecs.stored_dtype(dtype).name,))
+        dtype = codecs.stored_dtype(codecs.dtype_of(spec.dtype)).name
+        check(rows, (count, *spec.trailing), (dtype,))
         check(at, (count,), ("int64",))
-    require(entries.keys() <= known, f"arrays {sorted(known)}", sorted(entries), "arrays")
+    if not entries.keys() <= known:
+        raise InvalidRecord(f"arrays {sorted(known)}", sorted(entries), "arrays")
+
+
+@functools.lru_cache(256)
+def _stored_arrays(
+    name: str, trailing: tuple[int, ...], dtype: str
+) -> tuple[list[tuple[str, tuple[int, ...], str, bool]], bool]:
+    """Returns suffix, trailing shape, dtype and ``byte_planes`` of a codec's arrays of a field.
+
+    Also returns whether the codec is lossless.
+    """
+    codec = codecs.parse_codec(name)
+    stored = codec.stored(trailing, codecs.dtype_of(dtype)).items()
+    found = [(suffix, one.trailing, one.dtype.name, one.byte_planes) for suffix, one in stored]
+    return found, codec.lossless
 
 
 def _check_array(
     entry: ArrayEntry, shape: tuple[int, ...], dtypes: tuple[str, ...], byte_planes: bool
 ) -> None:
     place = f"arrays.{entry.name}"
-    require(entry.shape == shape, f"shape {shape}", f"shape {entry.shape}", place)
-    require(entry.dtype in dtypes, f"dtype {' or '.join(dtypes)}", entry.dtype, place)
-    require(entry.byte_planes == byte_planes, f"byte_planes {byte_planes}", "another", place)
+    if entry.shape != shape:
+        raise InvalidRecord(f"shape {shape}", f"shape {entry.shape}", place)
+    if entry.dtype not in dtypes:
+        raise InvalidRecord(f"dtype {' or '.join(dtypes)}", entry.dtype, place)
+    if entry.byte_planes != byte_planes:
+        raise InvalidRecord(f"byte_planes {byte_planes}", "another", place)
 
 
 def _check_whole(head: Manifest, name: str) -> None:

@@ -24,7 +24,7 @@ from deltackpt.layers.row_indices import RowIndices
 from deltackpt.layers.targets import Targets, Wanted, empty_buffers
 from deltackpt.reading import bounds, wal_rows
 from deltackpt.reading.chains import raise_if_removed, read_whole
-from deltackpt.reading.shard_arrays import Shard
+from deltackpt.reading.shard_arrays import Shard, with_loaded
 from deltackpt.reading.stored_saves import StoredSave, StoredShard
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_rows import RecordRows, SeenRows, WalRows
@@ -285,10 +285,10 @@ def layers_of(
         for number, save in enumerate(saves)
         if runtime is not None and save.info.nbytes > _SMALL_SAVE_BYTES
     }
-    return [
+    return with_loaded(
         coming[number].result() if number in coming else read(save)
         for number, save in enumerate(saves)
-    ]
+    )
 
 
 def check_covered(

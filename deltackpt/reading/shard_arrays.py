@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -130,9 +130,15 @@ class ZarrArrays:
 class LayerArrays:
     """A layer; every read is verified."""
 
-    def __init__(self, opened: Callable[[], LayerReader], *, name: str, file: str):
-        """Reads nothing yet; ``file`` is its path below the item's folder, empty in the WAL."""
+    def __init__(
+        self, opened: Callable[[], LayerReader], *, name: str, file: str = "", nbytes: int = MOST
+    ):
+        """Reads nothing yet; ``file`` is its path below the item's folder, empty in the WAL.
+
+        ``nbytes`` are those of the layer, if they are known.
+        """
         self._opened, self._name, self._file = opened, name, file
+        self.nbytes = nbytes
         #: Row groups that agree with the record.
         self._checked: dict[str, RowGroup] = {}
 
@@ -140,6 +146,12 @@ class LayerArrays:
     def layer(self) -> LayerReader:
         """The layer; raises Damaged if its footer is missing, altered, or that of another save."""
         return self._opened()
+
+    def loaded(self) -> LayerArrays:
+        """Returns the same arrays, in memory from their first use on."""
+        return LayerArrays(
+            lambda: self.layer.loaded(), name=self._name, file=self._file, nbytes=self.nbytes
+        )
 
     def files_of(self, segment: Segment) -> dict[str, int]:
         """See ``ZarrArrays``."""
@@ -207,6 +219,14 @@ class LayerArrays:
 
 
 ShardArrays: TypeAlias = ZarrArrays | LayerArrays
+#: Layers up to this length are read as a whole, dense leaves included: one request takes less time
+#: than one for each array.
+_SMALL_BYTES = 256 << 10
+#: Memory for such layers; more of them are read array by array.
+_LOADED_BYTES = 64 << 20
+
+
+_Shard = TypeVar("_Shard", bound="Shard")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -236,6 +256,23 @@ class Shard:
         self.arrays.read_into(segment, entry, start, stop, out)
 
 
+def with_loaded(saves: Iterable[Iterable[_Shard]]) -> list[list[_Shard]]:
+    """Returns shards that read each small layer with one request, as far as there is memory.
+
+    The bytes are freed with these shards: others read what is stored then.
+    """
+    left, found = _LOADED_BYTES, list[list[_Shard]]()
+    for of_save in saves:
+        found.append([])
+        for shard in of_save:
+            arrays = shard.arrays
+            if isinstance(arrays, LayerArrays) and arrays.nbytes <= min(_SMALL_BYTES, left):
+                left -= arrays.nbytes
+                shard = dataclasses.replace(shard, arrays=arrays.loaded())
+            found[-1].append(shard)
+    return found
+
+
 def is_of_dense_segment(object_name: str) -> bool:
     """Returns whether a name in an error, without the item's path, is of a dense segment."""
     inside, _, row_group = object_name.partition(": ")
@@ -249,7 +286,8 @@ def arrays_of(item_dir: StorePath, record: Manifest) -> ShardArrays:
         return ZarrArrays(item_dir, record)
     file = naming.layer_name(record.process)
     opened = functools.partial(layer_of, item_dir, record, record.layer)
-    return LayerArrays(opened, name=(item_dir / file).shown(), file=file)
+    nbytes = record.layer.nbytes
+    return LayerArrays(opened, name=(item_dir / file).shown(), file=file, nbytes=nbytes)
 
 
 def layer_of(item_dir: StorePath, record: Manifest, ref: LayerRef) -> LayerReader:

@@ -13,20 +13,13 @@ from deltackpt.errors import Damaged, DamagedWal
 from deltackpt.format.manifest import Layout
 from deltackpt.format.row_blocks import Rows, Segment, StoredRows
 from deltackpt.layers import row_indices
-from deltackpt.layers.read import LayerReader, StoredBytes
+from deltackpt.layers.read import StoredBytes
 from deltackpt.layers.row_indices import RowIndices
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
-from deltackpt.reading.shard_arrays import LayerArrays, Shard
+from deltackpt.reading.shard_arrays import LayerArrays, Shard, with_loaded
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_records import WalRecord, damage_of
-from deltackpt.storage.store import FileStore
-
-#: Records up to this length are read with one request, dense leaves included. From a file, reading
-#: the arrays takes less time than the memory for whole records.
-_SMALL_BYTES = 256 << 10
-#: Memory for such records; more of them are read array by array.
-_SMALL_TOTAL_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,26 +70,17 @@ class SeenRows:
         }
 
 
-def rows_of(
-    record: WalRecord, layout: Layout, group: str | None = None, *, most_bytes: int = _SMALL_BYTES
-) -> RecordRows:
+def rows_of(record: WalRecord, layout: Layout, group: str | None = None) -> RecordRows:
     """Returns the rows of a record, or of one group of it; reads nothing.
 
-    A record of up to ``most_bytes`` is read with one request. Raises Damaged if a row group is
-    invalid.
+    Raises Damaged if a row group is invalid.
     """
     groups, source = layout.group_by_name, StoredBytes(record.segment)
-    is_file = isinstance(record.segment.store, FileStore)
     segments = tuple(one for one in record.segments if group in (None, one.group))
     for segment in segments:
         bounds.check_segment(segment, groups, None, record.name)
-
-    def opened() -> LayerReader:
-        # A copy, which records what this replay has verified.
-        found = record.layer.at(source)
-        return found if is_file or record.nbytes > most_bytes else found.loaded()
-
-    arrays = LayerArrays(opened, name=record.name, file="")
+    # A copy, which records what this replay has verified.
+    arrays = LayerArrays(lambda: record.layer.at(source), name=record.name, nbytes=record.nbytes)
     return RecordRows(arrays, segments, groups, record)
 
 
@@ -107,7 +91,7 @@ def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> lis
     has other tables.
     """
     found: dict[tuple[int, int], list[RecordRows]] = {}
-    left, checked = _SMALL_TOTAL_BYTES, -1
+    checked = -1
     for head, record in plan.records:
         if head.epoch != checked and not head.layout.has_rows_of(layout):
             raise DamagedWal(
@@ -117,12 +101,11 @@ def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> lis
                 "restore the step itself: restore_latest(wal=False)",
                 plan.point.save_id,
             )
-        checked, most_bytes = head.epoch, min(_SMALL_BYTES, left)
-        left -= record.nbytes if record.nbytes <= most_bytes else 0
+        checked = head.epoch
         with damage_of(record):
-            rows = rows_of(record, layout, group, most_bytes=most_bytes)
+            rows = rows_of(record, layout, group)
         found.setdefault((head.epoch, record.save_id.attempt), []).append(rows)
-    return [found[key] for key in sorted(found)]
+    return with_loaded(found[key] for key in sorted(found))
 
 
 def all_rows(seen: SeenRows | None, others: RowIndices = row_indices.stored_rows) -> RowIndices:

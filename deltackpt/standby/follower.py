@@ -330,7 +330,9 @@ class RowReplica(StateHolder[LoadedState]):
                 for stage in merge.plan([*of_saves, *records], tables.targets, indices):
                     for piece in stage:
                         found = piece.load()
-                        if not before and piece.field.layer in of_saves[0]:
+                        if not before and any(
+                            one.field.layer in of_saves[0] for one in piece.sections
+                        ):
                             # Raw rows beside the first block may replace rows that do not differ.
                             found[:1] = _different(found[0], piece.targets)
                         if to_go is not None and not piece.field.spec.always:
