@@ -319,9 +319,14 @@ def _host_device() -> Any:
 
 
 def _on_devices_of(array: object, other: jax.Array) -> jax.Array:
-    if isinstance(array, jax.Array) and array.sharding.device_set == other.sharding.device_set:
+    if isinstance(array, jax.Array) and _devices(array) == _devices(other):
         return array
     return _like(array, other)
+
+
+def _devices(array: jax.Array) -> list[Any]:
+    """Returns the devices of an array in their order, which the arguments of a program share."""
+    return [*array.sharding.devices_indices_map(array.shape)]
 
 
 def _like(array: object, other: jax.Array) -> jax.Array:
@@ -339,6 +344,9 @@ def _like(array: object, other: jax.Array) -> jax.Array:
     is_local = array.is_fully_addressable or not sharding.is_fully_addressable
     if array.is_fully_replicated and not is_local:
         array = array.addressable_data(0)  # Stamps of a stacked table.
+    if (kind := array.sharding.memory_kind) != sharding.memory_kind:
+        # JAX does not move an array to other devices and to another memory at once.
+        array = jax.device_put(array, sharding.with_memory_kind(kind))
     return jax.device_put(array, sharding)
 
 
