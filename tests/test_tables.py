@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from typing import Any, NamedTuple
 
@@ -189,6 +190,19 @@ def test_explicit_slots():
         ({"tables/a": {"sum": "tables/a"}}, r"claimed more than once:\n  tables/a"),
     ):
         refused(state, message, select="tables/*", slots=slots)
+
+
+def test_a_slot_whose_name_is_too_long_for_a_folder_is_refused():
+    """Slots that are found are named after their path in the optimizer state."""
+    label = "encoder/" * 30
+    tx = optax.multi_transform(
+        {label: optax.adam(1e-3)}, lambda tree: jax.tree.map(lambda _: label, tree)
+    )
+    state = {"params": {"emb": table(6)}, "opt_state": tx.init({"emb": table(6)})}
+    refused(state, "too long; name the slots with", select="params/emb")
+    path = f"opt_state/inner_states/{label}/inner_state/0/mu/emb"
+    named = split(state, Tables(select="params/emb", slots={"params/emb": {"mu": path}}))
+    assert slots_of(named.layout, "params/emb") == {"mu": path}
 
 
 def test_no_slots_at_all():
