@@ -236,6 +236,13 @@ def test_a_slot_and_a_dense_leaf_of_one_path_are_refused():
     refused(state, message, select="emb", slots={"emb": {"sum": in_sums}})
 
 
+@pytest.mark.parametrize("inner", [np.ones(6), {"b": np.ones(6)}])
+def test_dense_leaves_of_one_path_are_refused(inner):
+    """Otherwise, one would be stored in the place of the other. An OrderedDict is not sorted."""
+    state = {"emb": table(6), "sums": collections.OrderedDict([("1", inner), (1, np.zeros(6))])}
+    refused(state, r"more than one leaf:\n  sums/1\n", select="emb")
+
+
 def test_a_table_whose_path_is_not_unicode_is_refused():
     state = {"tables": {"\ud800": table(6)}}
     refused(state, r"lone surrogates(.|\n)*tables/\\ud800\n", select="tables/*")
