@@ -213,9 +213,11 @@ def put(value: np.ndarray, leaf: object, *, may_alias: bool = False) -> jax.Arra
     if sharding.is_fully_addressable:
         may_alias = may_alias and len(sharding.device_set) == 1
         return _laid_out(jax.device_put(value, sharding, may_alias=may_alias), leaf)
-    return _laid_out(
-        jax.make_array_from_callback(value.shape, sharding, lambda index: value[index]), leaf
+    # Its dtype is asked for if this process has no device of it.
+    found = jax.make_array_from_callback(
+        value.shape, sharding, lambda index: value[index], dtype=value.dtype
     )
+    return _laid_out(found, leaf)
 
 
 def assembled(

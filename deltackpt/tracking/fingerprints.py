@@ -334,13 +334,16 @@ def _like(array: object, other: jax.Array) -> jax.Array:
     sharding = other.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         sharding = sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[:1]))
-    if not isinstance(array, jax.Array):
-        with jax.enable_x64(True):
-            return jax.device_put(np.asarray(array), sharding)
-    if array.sharding.is_equivalent_to(sharding, array.ndim):
+    if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
-    if array.is_fully_addressable and not sharding.is_fully_addressable:
-        return jax.device_put(np.asarray(array), sharding)
+    is_whole = not isinstance(array, jax.Array) or (
+        array.is_fully_addressable and not sharding.is_fully_addressable
+    )
+    if is_whole:  # Here, ``device_put`` would compare it with those of all processes, by values.
+        held = np.asarray(array)
+        with jax.enable_x64(True):
+            leaf = jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=sharding)
+            return placement.put(held, leaf)
     is_local = array.is_fully_addressable or not sharding.is_fully_addressable
     if array.is_fully_replicated and not is_local:
         array = array.addressable_data(0)  # Stamps of a stacked table.
