@@ -346,7 +346,7 @@ def owned_boxes(leaf: Leaf, stamps: object = None, *, turn: int = 0) -> Iterator
     known = stamps.sharding if isinstance(stamps, jax.Array) else None
     here = coordination.process_index()
     if not isinstance(leaf, jax.Array):
-        # Those of one process may be an array of its own, as beside a numpy table.
+        # Stamps on one process may be its own array, as those of a numpy table are.
         if known is not None and len({*map(coordination.process_of, known.device_set)}) == 1:
             known = None
         spans, everyone = list[Span](), range(coordination.process_count())
