@@ -119,9 +119,10 @@ def _entry(key: Any) -> KeyEntry:
 
 def _plain_key(key: object) -> str | int:
     """Returns a key of a container as records store it, and as ``path_name`` shows it."""
+    if type(key) is str or (type(key) is int and -(1 << 63) <= key < 1 << 64):
+        return key
     # A record would hold the value of an enum's member, and its path the name.
-    is_stored = type(key) is str or (type(key) is int and -(1 << 63) <= key < 1 << 64)
-    return key if is_stored else str(key)
+    return str(key)
 
 
 def check_select(select: object, option: str = "select") -> None:

@@ -334,23 +334,28 @@ def _like(array: object, other: jax.Array) -> jax.Array:
     sharding = other.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         sharding = sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[:1]))
-    if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(sharding, array.ndim):
+    if not isinstance(array, jax.Array):
+        return _sent(np.asarray(array), sharding)
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
-    is_whole = not isinstance(array, jax.Array) or (
-        array.is_fully_addressable and not sharding.is_fully_addressable
-    )
-    if is_whole:  # Here, ``device_put`` would compare it with those of all processes, by values.
-        held = np.asarray(array)
-        with jax.enable_x64(True):
-            leaf = jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=sharding)
-            return placement.put(held, leaf)
+    if array.is_fully_addressable and not sharding.is_fully_addressable:
+        return _sent(np.asarray(array), sharding)
     is_local = array.is_fully_addressable or not sharding.is_fully_addressable
     if array.is_fully_replicated and not is_local:
         array = array.addressable_data(0)  # Stamps of a stacked table.
-    if (kind := array.sharding.memory_kind) != sharding.memory_kind:
+    kind = array.sharding.memory_kind
+    if kind is not None and kind != sharding.memory_kind:
         # JAX does not move an array to other devices and to another memory at once.
         array = jax.device_put(array, sharding.with_memory_kind(kind))
     return jax.device_put(array, sharding)
+
+
+def _sent(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Returns an array of the host, which every process has, on devices."""
+    # ``jax.device_put`` would compare the values of all processes, and NaN differs from itself.
+    with jax.enable_x64(True):
+        leaf = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        return placement.put(array, leaf)
 
 
 @jax.jit
