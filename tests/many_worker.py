@@ -124,6 +124,7 @@ class Model:
       reach: fraction of each table, from its first row on, that contains the changed rows.
       kernel: shape of the sharded dense leaf; None for ``KERNEL``, all of which changes.
         If it is given, a step changes few values.
+      nan: whether a value of a slot is NaN, which equals no value.
     """
 
     rows: dict[str, int] = dataclasses.field(default_factory=lambda: dict(ROWS))
@@ -131,6 +132,7 @@ class Model:
     batch: int = BATCH
     reach: float = 1.0
     kernel: list[int] | None = None
+    nan: bool = False
 
     def rows_at(self, step: int) -> dict[str, int]:
         """Table name to its rows at a step."""
@@ -156,6 +158,8 @@ class Model:
             "rows": np.zeros(rows["rows"], np.float32),
             "columns": np.zeros((rows["columns"], WIDTHS["columns"]), np.float32),
         }
+        if self.nan:
+            slots["rows"][-1] = np.nan
         for now in range(1, step + 1):
             rng = np.random.default_rng([2, now])
             for name, ids in self.changed(now).items():
@@ -189,21 +193,23 @@ def _initial(name: str, rows: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Placement of a state on all devices of the job, a mesh of axes x and y.
+    """Placement of a state on the first devices of the job, a mesh of axes x and y.
 
     Attributes:
       mesh: its shape.
       layout: one of ``LAYOUTS``.
       across: the major axis, which spans processes.
+      host: the leaves that are NumPy arrays, which every process has.
     """
 
     mesh: tuple[int, int]
     layout: str = "trained"
     across: str = "x"
+    host: tuple[str, ...] = ()
 
     def sharding(self, name: str) -> jax.sharding.NamedSharding:
         """The sharding of a leaf, by its path."""
-        devices = np.array(jax.devices())
+        devices = np.array(jax.devices()[: self.mesh[0] * self.mesh[1]])
         if self.across == "x":
             devices = devices.reshape(self.mesh)
         else:
@@ -216,8 +222,10 @@ class Place:
         """A state as global arrays; each process makes its own shards."""
 
         return jax.tree.map(
-            lambda leaf, like: jax.make_array_from_callback(
-                leaf.shape, like.sharding, leaf.__getitem__
+            lambda leaf, like: (
+                leaf
+                if isinstance(like, np.ndarray)
+                else jax.make_array_from_callback(leaf.shape, like.sharding, leaf.__getitem__)
             ),
             state,
             self.template(state),
@@ -226,7 +234,9 @@ class Place:
     def template(self, state: dict[str, Any]) -> dict[str, Any]:
         """The template to restore a state like this one into."""
 
-        def place(path: Any, leaf: np.ndarray) -> jax.ShapeDtypeStruct:
+        def place(path: Any, leaf: np.ndarray) -> Any:
+            if _name(path) in self.host:
+                return np.empty_like(leaf)
             sharding = self.sharding(_name(path))
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

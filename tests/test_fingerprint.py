@@ -268,6 +268,24 @@ def test_a_slot_may_be_sharded_differently_from_its_table():
         slot = slot + np.eye(64, dtype=np.float32)[9]
 
 
+@pytest.mark.parametrize("memory", [None, "pinned_host"])
+def test_a_slot_may_be_on_other_devices_than_its_table(memory):
+    devices, tracker = np.array(jax.devices()), RowTracker()
+
+    def sharded(array, held):
+        mesh = jax.sharding.Mesh(held, ("rows",))
+        return jax.device_put(array, NamedSharding(mesh, P("rows"), memory_kind=memory))
+
+    table, slot = np.zeros((64, 4), np.float32), jnp.zeros(64)
+    # The last ones are the same devices in another order.
+    for held in (devices[:1], devices[2:4], devices[::-1]):
+        poll(tracker, {"a": sharded(table, devices)}, {"a": jax.device_put(slot, held[0])})
+        mesh = jax.sharding.Mesh(held, ("rows",))
+        slot = jax.device_put(slot.at[9].add(1), NamedSharding(mesh, P("rows")))
+        assert poll(tracker, {"a": sharded(table, devices)}, {"a": slot})[1] == {"a": [9]}
+        slot = jnp.asarray(np.asarray(slot))
+
+
 def test_all_rows_of_new_tables_and_the_further_rows_of_grown_ones_count_as_touched():
     tracker = RowTracker()
     one, two = np.zeros((3, 2), np.float32), np.zeros((2, 2), np.float32)

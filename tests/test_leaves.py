@@ -251,6 +251,36 @@ def test_a_key_of_one_implementation_is_never_read_as_another(stored, leaves):
             restored(stored, {**STORABLE, name: leaves[other]})
 
 
+@pytest.mark.parametrize("leaf", [np.arange(3.0), 3, "a text", None, {}], ids=str)
+def test_a_state_may_be_a_single_leaf(leaf, tmp_path):
+    handlers = {"embeddings": deltackpt.Tables(select=())}
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
+        model.commit(saver, 1, leaf)
+        for template in (leaf, None):
+            np.testing.assert_equal(saver.restore(1, template).state, leaf)
+
+
+class Side(str, enum.Enum):  # noqa: UP042 - The text of a StrEnum is its value.
+    USER = "user"
+
+
+#: Their texts differ from what msgpack stores of them, or it stores nothing.
+KEYS = [Side.USER, Level.LOW, 1 << 64, -(1 << 63) - 1]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_a_leaf_with_an_unusual_key_is_read_by_its_path(key, tmp_path):
+    state = {"table": {key: jnp.ones((4, 2))}, "dense": {key: jnp.zeros(3)}}
+    handlers = {"embeddings": deltackpt.Tables(select="table/*")}
+    empty = jax.tree.map(lambda leaf: leaf - 1, state)
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
+        model.commit(saver, 1, state)
+        model.assert_same(saver.restore(1, empty).state, state)
+        found = saver.read_state(1, empty)
+        assert not found.missing and not found.unused
+        model.assert_same(found.state, state)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_unsupported_leaf_is_refused_before_the_save_starts(name, tmp_path):
     with manager(tmp_path / "root") as saver:

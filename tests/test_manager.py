@@ -243,6 +243,17 @@ def test_a_table_that_has_grown_between_runs_keeps_the_additional_rows_of_the_te
         model.assert_same(saver.restore(3, found.state).state, found.state)
 
 
+def test_a_template_that_is_sharded_along_other_axes_than_saves_is_refused(tmp_path):
+    state = {"t": jnp.ones((16, 4, 8)), "a": jnp.ones((16, 2))}
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    with saver_of(tmp_path, deltackpt.Tables(select="t", slots={"t": {"a": "a"}})) as saver:
+        model.commit(saver, 1, state)
+        for name, spec in (("t", jax.P(None, None, "y")), ("a", jax.P("x", "y"))):
+            leaf = jax.device_put(state[name], jax.sharding.NamedSharding(mesh, spec))
+            with pytest.raises(errors.TemplateMismatch, match=r"as wide as its table, found"):
+                saver.restore_latest({**state, name: leaf})
+
+
 def test_a_restore_with_more_rows_than_the_step_is_logged_once(tmp_path, caplog):
     tables = deltackpt.Tables(select="t", slots={"t": {"a": "a"}})
     state = {"t": jnp.ones((9, 4)), "a": jnp.ones(9), "w": jnp.ones(2)}

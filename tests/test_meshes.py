@@ -28,7 +28,7 @@ from deltackpt.resources.runtime import Runtime
 from deltackpt.restore import placing
 from deltackpt.save import lineage, pending_save
 from deltackpt.save.pending_save import Embeddings, PipelineOptions
-from deltackpt.state import tables
+from deltackpt.state import placement, tables
 from deltackpt.storage import shard_writer
 
 P = jax.sharding.PartitionSpec
@@ -252,6 +252,30 @@ def test_replicas_share_the_rows_and_each_is_written_once(tmp_path):
     assert sum(rows) == sum(ROWS.values())
     # The largest table is divided; small ones are assigned to different processes.
     assert min(rows) > 0.15 * sum(rows), rows
+
+
+@slow_examples(10)
+@given(topology=topologies(), count=st.sampled_from([1, 2, 4, 8]))
+def test_each_row_of_a_slot_on_the_host_is_written_once_where_its_stamp_is(topology, count):
+    rows, slot = ROWS["d"], np.zeros(ROWS["d"], np.float32)
+    sharding = topology.sharding(topology.narrow["d"])
+    stamps = jax.device_put(np.zeros(rows, np.int32), sharding)
+    job = Job(count)
+
+    def own(index: int) -> tuple[np.ndarray, np.ndarray]:
+        written, known = np.zeros(rows, int), np.zeros(rows, bool)
+        for owned in placement.owned_boxes(slot, stamps):
+            written[slice(*owned.box.rows)] += 1
+        for box in placement.boxes(sharding, stamps.shape).values():
+            known[slice(*box.rows)] = True
+        return written, known
+
+    with job.running():
+        found = job.on_each(own)
+        one_process = len({coordination.process_of(one) for one in sharding.device_set}) == 1
+    assert (sum(written for written, _ in found) == 1).all()
+    # Stamps of one process may be its own.
+    assert one_process or all(known[written > 0].all() for written, known in found)
 
 
 @pytest.mark.parametrize("what", ["kind", "codec", "tables"])

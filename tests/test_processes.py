@@ -146,6 +146,8 @@ def test_a_save_of_several_processes_restores_on_fewer_and_on_more(server, tmp_p
             assert_counts(reports, changed_rows(model, step), place, processes)
         # Each process reads its own shards correctly.
         assert_each_restores(job, 2, place, expected={"chain": [0, 1, 2]})
+        # Those without a device of the mesh read nothing.
+        assert_each_restores(job, 2, {"mesh": [1, 1]}, expected={"chain": [0, 1, 2]})
     assert step_numbers(root) == [0, 1, 2]
     for step in (0, 1, 2):
         assert_read_alone(root, step)
@@ -205,6 +207,18 @@ def test_processes_find_the_rows_that_changed_without_marks(server, tmp_path):
         assert max(report["rows"] for report in reports) <= len(model.rows) * model.batch
         assert_each_restores(job, 2, PLACE)
     assert_read_alone(tmp_path / "root", 2)
+
+
+def test_processes_find_the_rows_that_changed_beside_a_slot_on_the_host(server, tmp_path):
+    model, place = Model(nan=True), PLACE | {"host": ["slots/rows"]}
+    how: dict[str, Any] = {"steps": 1, "tracking": "fingerprints"}
+    with running(server, tmp_path, place, model=model, **how) as job:
+        delta, reports = saved(job, 1)
+        assert delta["kind"] == "delta"
+        found = [report["tables"].get("tables/rows:values", 0) for report in reports]
+        assert sum(found) == model.batch
+        assert_each_restores(job, 1, place)
+    assert_read_alone(tmp_path / "root", 1, model)
 
 
 #: Each policy makes bases and deltas within a few saves.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from typing import Any, NamedTuple
 
@@ -191,6 +192,19 @@ def test_explicit_slots():
         refused(state, message, select="tables/*", slots=slots)
 
 
+def test_a_slot_whose_name_is_too_long_for_a_folder_is_refused():
+    """Slots that are found are named after their path in the optimizer state."""
+    label = "encoder/" * 30
+    tx = optax.multi_transform(
+        {label: optax.adam(1e-3)}, lambda tree: jax.tree.map(lambda _: label, tree)
+    )
+    state = {"params": {"emb": table(6)}, "opt_state": tx.init({"emb": table(6)})}
+    refused(state, "too long; name the slots with", select="params/emb")
+    path = f"opt_state/inner_states/{label}/inner_state/0/mu/emb"
+    named = split(state, Tables(select="params/emb", slots={"params/emb": {"mu": path}}))
+    assert slots_of(named.layout, "params/emb") == {"mu": path}
+
+
 def test_no_slots_at_all():
     pieces = split(state_of(optax.adam(1e-3)), Tables(select="params/emb", slots={}))
     assert slots_of(pieces.layout, "params/emb") == {}
@@ -220,6 +234,13 @@ def test_a_slot_and_a_dense_leaf_of_one_path_are_refused():
 
     message = r"more than one leaf:\n  sums/emb\n"
     refused(state, message, select="emb", slots={"emb": {"sum": in_sums}})
+
+
+@pytest.mark.parametrize("inner", [np.ones(6), {"b": np.ones(6)}])
+def test_dense_leaves_of_one_path_are_refused(inner):
+    """Otherwise, one would be stored in the place of the other. An OrderedDict is not sorted."""
+    state = {"emb": table(6), "sums": collections.OrderedDict([("1", inner), (1, np.zeros(6))])}
+    refused(state, r"more than one leaf:\n  sums/1\n", select="emb")
 
 
 def test_a_table_whose_path_is_not_unicode_is_refused():

@@ -572,6 +572,9 @@ def nested(layout: Layout, by_name: Mapping[str, object], dense: Mapping[str, ob
 
 def nested_at(found: Iterable[tuple[KeyPath, object]]) -> PyTree:
     """Returns nested dicts and lists of some leaves, each at its typed key path."""
+    found = [*found]
+    if len(found) == 1 and not found[0][0]:
+        return found[0][1]  # The state itself is a leaf.
     return _typed(nest(found))
 
 

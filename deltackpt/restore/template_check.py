@@ -10,8 +10,8 @@ import numpy as np
 
 from deltackpt.errors import TemplateMismatch
 from deltackpt.format.manifest import KeyPath, Layout, path_name
-from deltackpt.format.naming import listed
-from deltackpt.format.row_blocks import VALUES
+from deltackpt.format.naming import Leaf, listed
+from deltackpt.format.row_blocks import VALUES, GroupEntry
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.restore.placing import check_width
 from deltackpt.state.stacks import array_of
@@ -26,16 +26,19 @@ NOTHING = "no such array"
 
 
 def check_template(
-    expected: Layout, fields: Mapping[str, Mapping[str, object]], save: StoredSave
+    expected: Layout, fields: Mapping[str, Mapping[str, Leaf]], save: StoredSave
 ) -> None:
     """Raises ``TemplateMismatch`` unless a step holds the tables and slots of a template.
 
     A table may have grown: if the template's leaf is an array, its additional rows are kept.
     """
     step = save.info.save_id.step
-    for table, leaves in fields.items():
-        for field, leaf in leaves.items():
-            check_width(f"step {step}, table {table}, {field}", leaf)
+    groups = expected.group_by_name
+    for table in expected.tables:
+        for field, leaf in fields[table.name].items():
+            what = f"step {step}, table {table.name}, {field}"
+            check_width(what, leaf)
+            _check_sharding(what, groups[table.group], field, leaf)
     found, wanted = _described(save.layout), _described(expected)
     faults: dict[str, tuple[str, str]] = {}
     named: dict[str, str] = {}  # Leaf to the field by which one side has it.
@@ -71,6 +74,20 @@ def check_template(
             dense = "a dense leaf"
             faults[leaf] = (dense, NOTHING) if leaf in asked else (NOTHING, dense)
         raise mismatch(step, faults, advice)
+
+
+def _check_sharding(what: str, group: GroupEntry, field: str, leaf: Leaf) -> None:
+    """Raises ``TemplateMismatch`` if a leaf is sharded along an axis that saves do not split."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return
+    spec = next(spec for spec in group.fields if spec.name == field)
+    axes = 1 if group.columns(spec) is None else 2
+    if sharding.shard_shape(leaf.shape)[axes:] != leaf.shape[axes:]:
+        raise TemplateMismatch(
+            f"{what}: expected a sharding of rows, and of columns if it is as wide as its table, "
+            f"found {sharding} of shape {leaf.shape}; shard it by rows"
+        )
 
 
 def mismatch(

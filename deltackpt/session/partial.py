@@ -176,7 +176,9 @@ def _grown(template: jax.Array | np.ndarray, values: np.ndarray) -> jax.Array | 
         count = max(0, min(stop, len(values)) - start)
         data[:count] = values[(slice(start, start + count), *shard.index[1:])]
         arrays.append(jax.device_put(data, shard.data.sharding))
-    found = jax.make_array_from_single_device_arrays(template.shape, template.sharding, arrays)
+    found = jax.make_array_from_single_device_arrays(
+        template.shape, template.sharding, arrays, dtype=template.dtype
+    )
     return placement.like(found, template)
 
 

@@ -8,6 +8,7 @@ a key column has a group to itself, so that it can grow without moving other tab
 from __future__ import annotations
 
 import dataclasses
+import urllib.parse
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from deltackpt.errors import OptionError, TableSelectionError
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import TableEntry
 from deltackpt.format.naming import Leaf
+from deltackpt.format.records import is_name
 from deltackpt.format.row_blocks import FieldSpec, GroupEntry
 from deltackpt.policies import BitWidthPolicy, CodecChoice
 from deltackpt.state import paths
@@ -126,7 +128,15 @@ def _check_dtype(what: str, dtype: np.dtype) -> None:
 
 
 def _check_array_names(table: str, specs: tuple[FieldSpec, ...]) -> None:
-    """Checks that no slot has the name of an array that a codec of another slot may add."""
+    """Checks that slots have names of folders, and not of arrays that codecs of others may add."""
+    for spec in specs:
+        longest = codecs.array_name(spec.name, max(codecs.SUFFIXES, key=len))
+        if not is_name(urllib.parse.quote(longest, safe="")):
+            raise TableSelectionError(
+                f"table {table}: expected slot names that can be names of folders, found "
+                f"{spec.name}, which is too long; name the slots with "
+                "Tables(slots={table pattern: {slot name: path}})"
+            )
     taken = {
         codecs.array_name(spec.name, suffix): spec.name
         for spec in specs

@@ -106,16 +106,23 @@ def _variable_paths(tree: PyTree) -> set[tree_util.KeyPath]:
 
 def _entry(key: Any) -> KeyEntry:
     if isinstance(key, tree_util.DictKey):
-        plain = isinstance(key.key, (str, int)) and not isinstance(key.key, bool)
-        return ("dict", key.key if plain else str(key.key))
+        return ("dict", _plain_key(key.key))
     if isinstance(key, tree_util.SequenceKey):
         return ("seq", key.idx)
     if isinstance(key, tree_util.GetAttrKey):
         return ("attr", key.name)
     if isinstance(key, tree_util.FlattenedIndexKey):
         # Old-style registrations (FrozenDict's ancestors) give an int here, some a name.
-        return ("flat", key.key if isinstance(key.key, (str, int)) else str(key.key))
+        return ("flat", _plain_key(key.key))
     return ("attr", str(key))
+
+
+def _plain_key(key: object) -> str | int:
+    """Returns a key of a container as records store it, and as ``path_name`` shows it."""
+    if type(key) is str or (type(key) is int and -(1 << 63) <= key < 1 << 64):
+        return key
+    # A record would hold the value of an enum's member, and its path the name.
+    return str(key)
 
 
 def check_select(select: object, option: str = "select") -> None:

@@ -33,6 +33,7 @@ from jax.sharding import Sharding
 from deltackpt import coordination
 from deltackpt.coordination import Device
 from deltackpt.errors import DeltackptError, TemplateMismatch, TrackingError
+from deltackpt.format import row_blocks
 from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.format.row_blocks import Box, Span
 from deltackpt.state import paths
@@ -213,9 +214,11 @@ def put(value: np.ndarray, leaf: object, *, may_alias: bool = False) -> jax.Arra
     if sharding.is_fully_addressable:
         may_alias = may_alias and len(sharding.device_set) == 1
         return _laid_out(jax.device_put(value, sharding, may_alias=may_alias), leaf)
-    return _laid_out(
-        jax.make_array_from_callback(value.shape, sharding, lambda index: value[index]), leaf
+    # Its dtype is asked for if this process has no device of it.
+    found = jax.make_array_from_callback(
+        value.shape, sharding, lambda index: value[index], dtype=value.dtype
     )
+    return _laid_out(found, leaf)
 
 
 def assembled(
@@ -340,17 +343,22 @@ def owned_boxes(leaf: Leaf, stamps: object = None, *, turn: int = 0) -> Iterator
     not needed; ``turn``, the table's index, spreads small tables over the devices.
     """
     row_bytes = math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
-    if not isinstance(leaf, jax.Array):
-        rows, columns = leaf.shape[0], (0, _width(leaf.shape))
-        owners = _owners(tuple(range(coordination.process_count())), rows * row_bytes, turn)
-        for number, owner in enumerate(owners):
-            span = _subspan((0, rows), number, len(owners))
-            if owner == coordination.process_index() and span[0] < span[1]:
-                yield OwnedBox(Box(span, columns), ITSELF, span[0])
-        return
     known = stamps.sharding if isinstance(stamps, jax.Array) else None
-    shard_of = _shard_numbers(leaf)
     here = coordination.process_index()
+    if not isinstance(leaf, jax.Array):
+        # Stamps on one process may be its own array, as those of a numpy table are.
+        if known is not None and len({*map(coordination.process_of, known.device_set)}) == 1:
+            known = None
+        spans, everyone = list[Span](), range(coordination.process_count())
+        for rows, knowing in _known(known, leaf.shape[0], (0, leaf.shape[0])):
+            holders = tuple(everyone if knowing is None else sorted(knowing))
+            owners = _owners(holders, (rows[1] - rows[0]) * row_bytes, turn)
+            pieces = (_subspan(rows, number, len(owners)) for number in range(len(owners)))
+            spans += [piece for piece, owner in zip(pieces, owners) if owner == here]
+        for span in row_blocks.joined(spans):
+            yield OwnedBox(Box(span, (0, _width(leaf.shape))), ITSELF, span[0])
+        return
+    shard_of = _shard_numbers(leaf)
     for owned in _owned(leaf.sharding, known, leaf.shape, row_bytes, turn, here):
         yield OwnedBox(owned.box, shard_of[owned.device], owned.skip)
 

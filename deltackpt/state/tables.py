@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import logging
 import operator
 import weakref
@@ -437,6 +438,7 @@ def _find_plan(state: PyTree, tables: Tables) -> _Plan:
     found = _choose(flat, tables, tracked, optimizer)
     taken = {i for table in found for i, _ in table.fields.values()} | tracked
     dense = [i for i in range(len(flat.leaves)) if i not in taken]
+    _check_dense_keys([flat.paths[i] for i in dense])
     members, expanded, views = stacks.expanded(found, flat, tables.stacks)
     grouped = group_tables(members, expanded, tables.codec, tables.slot_codec)
     layout = Layout(
@@ -649,6 +651,22 @@ def _dense_key(path: KeyPath) -> tuple[str, ...]:
     return tuple(str(step).replace("%", "%25").replace(".", "%2E") or "%" for _, step in path) or (
         "%",
     )
+
+
+def _check_dense_keys(found: Sequence[KeyPath]) -> None:
+    """Checks that no dense leaf would be stored in the place of another one, or inside it."""
+    held = sorted((_dense_key(path), number) for number, path in enumerate(found))
+    # Keys that begin with the same steps follow each other.
+    clashes = {
+        path_name(found[number])
+        for (key, number), (other, _) in itertools.pairwise(held)
+        if other[: len(key)] == key
+    }
+    if clashes:
+        raise TableSelectionError(
+            f"state: each of these paths names more than one leaf:\n{paths.listed(clashes)}\n"
+            "keys are stored as text, so 1 and '1' are equal; rename one of them"
+        )
 
 
 def _plain_empty(leaf: object) -> object:

@@ -230,8 +230,8 @@ def merge(item: Path, processes: Iterable[int], described: Mapping[str, bytes]) 
                 if key in writers:
                     raise Disagreement(
                         f"{item}: expected {key} from one process, found it written by processes "
-                        f"{writers[key]} and {process}; save again, and restart the job if it "
-                        "happens again"
+                        f"{writers[key]} and {process}; make the leaf one global array, or a "
+                        "NumPy array, not one array in each process"
                     )
                 writers[key] = process
         expected = implied({key.removesuffix(f"/{ZARRAY}"): described[key] for key in described})

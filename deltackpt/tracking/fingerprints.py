@@ -319,9 +319,14 @@ def _host_device() -> Any:
 
 
 def _on_devices_of(array: object, other: jax.Array) -> jax.Array:
-    if isinstance(array, jax.Array) and array.sharding.device_set == other.sharding.device_set:
+    if isinstance(array, jax.Array) and _devices(array) == _devices(other):
         return array
     return _like(array, other)
+
+
+def _devices(array: jax.Array) -> list[Any]:
+    """Returns the devices of an array in their order, which the arguments of a program share."""
+    return [*array.sharding.devices_indices_map(array.shape)]
 
 
 def _like(array: object, other: jax.Array) -> jax.Array:
@@ -330,16 +335,27 @@ def _like(array: object, other: jax.Array) -> jax.Array:
     if isinstance(sharding, jax.sharding.NamedSharding):
         sharding = sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[:1]))
     if not isinstance(array, jax.Array):
-        with jax.enable_x64(True):
-            return jax.device_put(np.asarray(array), sharding)
+        return _sent(np.asarray(array), sharding)
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
     if array.is_fully_addressable and not sharding.is_fully_addressable:
-        return jax.device_put(np.asarray(array), sharding)
+        return _sent(np.asarray(array), sharding)
     is_local = array.is_fully_addressable or not sharding.is_fully_addressable
     if array.is_fully_replicated and not is_local:
         array = array.addressable_data(0)  # Stamps of a stacked table.
+    kind = array.sharding.memory_kind
+    if kind is not None and kind != sharding.memory_kind:
+        # JAX does not move an array to other devices and to another memory at once.
+        array = jax.device_put(array, sharding.with_memory_kind(kind))
     return jax.device_put(array, sharding)
+
+
+def _sent(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Returns an array of the host, which every process has, on devices."""
+    # ``jax.device_put`` would compare the values of all processes, and NaN differs from itself.
+    with jax.enable_x64(True):
+        leaf = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        return placement.put(array, leaf)
 
 
 @jax.jit
