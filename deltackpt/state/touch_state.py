@@ -221,11 +221,11 @@ def filled(shape: tuple[int, ...], leaf: object, value: int, *, traced: bool) ->
     if traced:
         return jnp.full(shape, value, jnp.int32, device=sharding)
     if sharding is None or len(sharding.device_set) == 1:
-        # The CPU backend may keep it without a copy, for one device: see ``state.placement``.
+        # The CPU backend may keep it without a copy: see ``placement.put``.
         array = host_memory.empty_buffer(shape, np.dtype(np.int32))
         host_memory.populate(array)
         array.fill(value)
-        return placement.put(array, leaf, may_alias=True)
+        return placement.put(array, leaf)
     # Each process creates only its own shards.
     shard = np.full(sharding.shard_shape(shape), value, np.int32)
     return jax.make_array_from_callback(shape, sharding, lambda index: shard, dtype=np.int32)
