@@ -232,7 +232,7 @@ def filled(shape: tuple[int, ...], leaf: object, value: int, *, traced: bool) ->
 
 
 @placement.neutral()
-def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:
+def mark_rows(state: TouchState, rows: Mapping[str, jax.Array | np.ndarray]) -> TouchState:
     """Advances the clock and stamps the rows for which a (rows,) bool mask is True.
 
     Costs O(rows); ``mark`` is cheaper if the ids are known.
@@ -244,6 +244,8 @@ def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:
     stamps = dict(state.stamps)
     for name, mask in rows.items():
         key = key_of("mark_rows", name, stamps)
+        if isinstance(mask, np.ndarray):
+            mask = mask.copy()  # jax may read it later, when the caller has reused it.
         stamps[key] = jnp.where(mask, clock, stamps[key])
     return TouchState(clock, stamps, state.identity)
 
