@@ -38,7 +38,7 @@ from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions, WalOptions, WhenBusy
-from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved, SaveReport
+from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved
 from deltackpt.policies import Decision
 from deltackpt.save import exits, pending_save
 from deltackpt.save.pending_save import Embeddings
@@ -423,14 +423,14 @@ class CheckpointManager:
             return coordination.reached_preemption(step)
         return self._termination.announced(step) or coordination.reached_preemption(step)
 
-    def wait_until_finished(self) -> list[SaveReport]:
+    def wait_until_finished(self) -> list[events.SaveEvent]:
         """Waits until every save is committed with the durability of ``options.writes.durability``.
 
         For a bucket, waits until every save has reached the tier that ``Tiers.wait_for`` sets. With
         ``"remote"``, it also waits until every ``delete()`` is done there.
 
         Returns:
-          Reports of the saves committed since the last call, at most the newest thousand.
+          Events of the saves committed since the last call, at most the newest thousand.
 
         Raises:
           SaveFailed: a save failed in the background.

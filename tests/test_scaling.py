@@ -19,7 +19,7 @@ from deltackpt.layers.targets import Targets, empty_buffers
 from deltackpt.reading import stored_saves
 from deltackpt.restore import placing
 from deltackpt.save import lineage, pending_save
-from deltackpt.save.pending_save import Embeddings, PipelineOptions
+from deltackpt.save.pending_save import Embeddings
 from deltackpt.state import tables
 
 ROWS, WIDTH = 64, 4
@@ -73,7 +73,7 @@ def save(root: Path, processes: int, count: int) -> None:
                     split=split,
                     touched=touched,
                     lineage=lineages[index],
-                    options=PipelineOptions(fsync=False),
+                    fsync=False,
                     runtime=RUNTIME,
                 )
                 with job.lock:

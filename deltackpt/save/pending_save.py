@@ -21,7 +21,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from deltackpt import codecs, coordination, events, units
+from deltackpt import codecs, coordination, events
 from deltackpt.coordination import Coordinator
 from deltackpt.errors import TrackingError
 from deltackpt.format import manifest, naming
@@ -29,7 +29,6 @@ from deltackpt.format.manifest import (
     Kind,
     LayerRef,
     Layout,
-    LeafFigures,
     Manifest,
     TrackingName,
     table_figures,
@@ -56,23 +55,6 @@ from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.storage.zarr_writer import ZarrSegmentSink
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """How saves are staged and written, for use of the handlers without a manager.
-
-    Attributes:
-      fsync: whether to fsync every file before its shard is considered written.
-      digests: digest files that the commit writes; see ``Manifest.digests``.
-      tracking_audit: whether saves check a sample of the rows; see ``save.tracking_audit``.
-      processes_secs: how long another process may be silent.
-    """
-
-    fsync: bool = True
-    digests: tuple[str, ...] = ("item",)
-    tracking_audit: bool = True
-    processes_secs: float = 60.0
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Embeddings:
     """The tables and slots of one state, as a checkpointable for Orbax.
@@ -82,23 +64,29 @@ class Embeddings:
       touched: a TouchState in addition to those of the state; a row is touched if any of them marks
         it. Without any TouchState, the save is a base.
       lineage: the trainer's earlier saves; None makes the save a base of a new run.
-      options: how to stage and write the rows.
       runtime: shared by the saves of one manager; by default, the save has its own.
       force_base: save a base regardless of the policy.
       dense_bytes: bytes of the dense leaves that a base contains and a delta may omit.
       copied_bytes: bytes of the dense leaves that will be copied to the same memory as the rows.
       tracking: how the touched rows were found, for the manifest.
+      tracking_audit: whether the save checks a sample of the rows; see ``save.tracking_audit``.
+      digests: digest files that the commit writes; see ``Manifest.digests``.
+      fsync: whether to fsync every file before its shard is considered written.
+      processes_secs: how long another process may be silent.
     """
 
     split: Split
     touched: TouchState | None = None
     lineage: Lineage | None = None
-    options: PipelineOptions = PipelineOptions()
     runtime: Runtime | None = None
     force_base: bool = False
     dense_bytes: int = 0
     copied_bytes: int = 0
     tracking: TrackingName = ""
+    tracking_audit: bool = True
+    digests: tuple[str, ...] = ("item",)
+    fsync: bool = True
+    processes_secs: float = 60.0
 
     @property
     def marks(self) -> tuple[Marks, ...]:
@@ -133,7 +121,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         sources = Sources(split.layout, split.fields, stamps, runtime)
         if since := intent.since or intent.recent:
             sources.stamps.scan(since)
-        if embeddings.options.tracking_audit and marks and embeddings.lineage is not None:
+        if embeddings.tracking_audit and marks and embeddings.lineage is not None:
             found, sample = tracking_audit.audit(sources, intent)
             lineage.record_sample(intent.save_id, sample)
             faults = lineage.suspected
@@ -170,13 +158,13 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         division=sources.division,
         shared_stamps=shared_stamps,
         lineage=embeddings.lineage,
-        digests=embeddings.options.digests,
+        digests=embeddings.digests,
         tracking=embeddings.tracking,
         rows=rows,
         faults=faults,
         nbytes=nbytes,
         extract_secs=time.perf_counter() - started,
-        fsync=embeddings.options.fsync,
+        fsync=embeddings.fsync,
         runtime=runtime,
     )
 
@@ -229,58 +217,6 @@ def require_room(root: Path, nbytes: int, step: int) -> None:
     posix.require_room(existing, nbytes, f"step {step} in {root}", advice)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class SaveReport:
-    """A committed save, as one process saw it; the times are those of ``events.SaveEvent``.
-
-    Attributes:
-      intent: the decision about the save.
-      rows: table rows in this process's shard.
-      total_rows: rows of all tables.
-      bytes_written: bytes of the shard, without ``dense_bytes``.
-      base_bytes: bytes of all rows of tables and slots, before encoding.
-      extract_secs: time to copy the rows to host memory.
-      encode_secs: time to encode them.
-      write_secs: time to write them.
-      digest_secs: time for digests and the manifest.
-      tables: codec, reason, rows, bytes and error of each field of each table in the shard.
-      dense_bytes: bytes of dense leaves in the shard; 0 for a base.
-      dense: the same as ``tables``, for dense leaves that are stored as blocks.
-    """
-
-    intent: Intent
-    rows: int
-    total_rows: int
-    bytes_written: int
-    base_bytes: int
-    extract_secs: float
-    encode_secs: float
-    write_secs: float
-    digest_secs: float
-    tables: tuple[events.TableFigures, ...]
-    dense_bytes: int = 0
-    dense: tuple[LeafFigures, ...] = ()
-
-    @property
-    def step(self) -> int:
-        """The training step."""
-        return self.intent.save_id.step
-
-    @property
-    def kind(self) -> Kind:
-        """Whether the save is a base or a delta."""
-        return self.intent.kind
-
-    @property
-    def reason(self) -> str:
-        """Why it is a base or a delta."""
-        return self.intent.reason
-
-    def __repr__(self) -> str:
-        written = units.size(self.bytes_written + self.dense_bytes)
-        return f"<SaveReport of step {self.step}: {self.reason}; {self.rows:,} rows, {written}>"
-
-
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class PendingSave(Item):
     """A save whose rows were captured: an item of a step, written once, in the background."""
@@ -300,7 +236,7 @@ class PendingSave(Item):
     extract_secs: float
     fsync: bool  # whether the shard is fsynced if others commit it
     runtime: Runtime
-    report: SaveReport | None = None
+    event: events.SaveEvent | None = None  # without what only the commit determines
     record: Manifest | None = None  # of this process's shard, once its arrays are written
     dense: DenseLeaves | None = None  # written beside the rows, in this item
     base_dense_bytes: int = 0  # see ``Manifest.dense_bytes``
@@ -341,16 +277,24 @@ class PendingSave(Item):
             nbytes += len(shard_writer.write_manifest(item_dir, self.record, batch))
         dense_bytes = 0 if dense is None else dense.nbytes
         groups = self.layout.groups
-        self.report = SaveReport(
-            intent=self.intent,
+        self.event = events.SaveEvent(
+            step=self.intent.save_id.step,
+            kind=self.intent.kind,
+            reason=self.intent.reason,
+            process=writers.process,
             rows=save_shard.table_rows(segments),
             total_rows=sum(group.rows for group in groups),
             bytes_written=nbytes - dense_bytes,
-            base_bytes=base_bytes(groups),
+            ratio=0.0,
+            blocked_secs=0.0,
             extract_secs=self.extract_secs + landed - started,
+            room_secs=0.0,
             encode_secs=encoding.seconds,
             write_secs=written - landed - encoding.seconds,
             digest_secs=time.perf_counter() - written,
+            commit_secs=0.0,
+            total_secs=0.0,
+            committed_unix_secs=0.0,
             tables=table_figures(groups, self.layout.tables, segments),
             dense_bytes=dense_bytes,
             dense=() if dense is None else dense.leaves,
@@ -361,8 +305,8 @@ class PendingSave(Item):
 
         A delta's manifest has the digests of the step's other files, a base's is one of those.
         """
-        record, report = self.record, self.report
-        assert record is not None and report is not None
+        record, event = self.record, self.event
+        assert record is not None and event is not None
         if writers.count > 1:
             shards = writers.collect(item_dir, record)
             record = dataclasses.replace(record, shards=shards, shared_stamps={})
@@ -376,7 +320,7 @@ class PendingSave(Item):
         if self.lineage is not None:
             written = Written(google_crc32c.value(data), record.nbytes, record.compacted)
             self.lineage.wrote(self.intent.save_id, written)
-        self.report = dataclasses.replace(report, bytes_written=report.bytes_written + len(data))
+        self.event = dataclasses.replace(event, bytes_written=event.bytes_written + len(data))
 
     def _write_arrays(
         self, item_dir: Path, batch: FileBatch, writers: StepWriters, encoding: BusyClock

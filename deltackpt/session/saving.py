@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jax
 
-from deltackpt import coordination, events
+from deltackpt import events
 from deltackpt.errors import (
     Damaged,
     DeltackptError,
@@ -39,7 +39,7 @@ from deltackpt.save import commit, dense_layout, pending_save
 from deltackpt.save.commit import Item, StepTransaction, StepWriters
 from deltackpt.save.dense_save import DenseLeaves
 from deltackpt.save.lineage import UNTRACKED
-from deltackpt.save.pending_save import Embeddings, PendingSave, RefusedSave, SaveReport
+from deltackpt.save.pending_save import Embeddings, PendingSave, RefusedSave, base_bytes
 from deltackpt.session import retention
 from deltackpt.session.restored import arrays_of
 from deltackpt.session.run import HASHED, Run
@@ -71,7 +71,7 @@ class Saver:
         self.in_flight: InFlight | None = None
         #: The step of a save that was put off.
         self.due: int | None = None
-        self.reports: collections.deque[SaveReport] = collections.deque(maxlen=_REPORTS)
+        self.reports: collections.deque[events.SaveEvent] = collections.deque(maxlen=_REPORTS)
         #: Whether the warnings about idle TouchStates and about missing tracking were issued.
         self._warned_clocks_unchanged = self._warned_untracked = False
         self._has_tables = True
@@ -211,17 +211,14 @@ class Saver:
             split=split,
             touched=run.tracking.touch_state(split, arguments.touched),
             lineage=run.lineage,
-            options=pending_save.PipelineOptions(
-                tracking_audit=run.options.deltas.tracking_audit and run.tracking.tracker is None,
-                fsync=run.fsync,
-                digests=("item", "step"),
-                processes_secs=run.options.timeouts.processes_secs,
-            ),
             runtime=run.runtime,
             force_base=arguments.force_base,
             dense_bytes=0 if run.dense is None else dense_layout.nbytes(split),
             copied_bytes=0 if run.dense is not None else dense_layout.nbytes(split),
             tracking=run.tracking.name(split, arguments.touched),
+            tracking_audit=run.options.deltas.tracking_audit and run.tracking.tracker is None,
+            digests=("item", "step"),
+            fsync=run.fsync,
         )
         return pending_save.capture(embeddings, step, run.local.step_dir(step))
 
@@ -574,33 +571,18 @@ class Saver:
                 self.unreported = failure
 
     def _report(self, flight: InFlight, done: Done) -> None:
-        assert isinstance(flight.pending, PendingSave)
-        report, committed = flight.pending.report, done.committed
-        assert report is not None
-        self.reports.append(report)
-        committed_ago_secs = time.perf_counter() - committed.at
-        event = events.SaveEvent(
-            step=flight.step,
-            kind=report.intent.kind,
-            reason=report.intent.reason,
-            process=coordination.process_index(),
-            rows=report.rows,
-            total_rows=report.total_rows,
-            bytes_written=report.bytes_written,
-            ratio=report.bytes_written / max(1, report.base_bytes),
+        pending, committed = flight.pending, done.committed
+        assert isinstance(pending, PendingSave) and pending.event is not None
+        event = dataclasses.replace(
+            pending.event,
+            ratio=pending.event.bytes_written / max(1, base_bytes(pending.layout.groups)),
             blocked_secs=flight.blocked_secs,
-            extract_secs=report.extract_secs,
             room_secs=done.room_secs,
-            encode_secs=report.encode_secs,
-            write_secs=report.write_secs,
-            digest_secs=report.digest_secs,
             commit_secs=committed.at - committed.written_at,
             total_secs=committed.at - flight.started,
-            committed_unix_secs=time.time() - committed_ago_secs,
-            tables=report.tables,
-            dense_bytes=report.dense_bytes,
-            dense=report.dense,
+            committed_unix_secs=time.time() - (time.perf_counter() - committed.at),
         )
+        self.reports.append(event)
         self._run.emit(event)
 
 
