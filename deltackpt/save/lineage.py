@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,8 +160,7 @@ class Lineage:
 
     def distrust(self, reason: str) -> None:
         """Makes the next saves bases, until one is committed: touched rows cannot be trusted."""
-        with self._lock:
-            self._poll()
+        with self._polled():
             self._distrusted, self._distrusted_at, self._lost = reason, self._begun, None
             self.suspected = None
 
@@ -172,9 +171,8 @@ class Lineage:
     @property
     def distrusted(self) -> str | None:
         """Returns why the next save is a base; None if it need not be, or one is in flight."""
-        with self._lock:
-            self._poll()
-            flight = self._branch.in_flight
+        with self._polled() as branch:
+            flight = branch.in_flight
             if flight and flight.info.kind == "base" and flight.number > self._distrusted_at:
                 return None
             return self._distrusted
@@ -185,10 +183,9 @@ class Lineage:
         If a base was started since then, nothing else is needed. The oldest of several saves gives
         the reason: processes may hear of the others at different times.
         """
-        with self._lock:
-            self._poll()
-            newest = self._branch.in_flight
-            base = newest if newest and newest.info.kind == "base" else self._branch.delta_base
+        with self._polled() as branch:
+            newest = branch.in_flight
+            base = newest if newest and newest.info.kind == "base" else branch.delta_base
             if base is None or base.info.save_id.step <= step:
                 if self._distrusted is None or self._lost is None or step < self._lost:
                     self._distrusted, self._lost = reason, step
@@ -223,10 +220,8 @@ class Lineage:
     @property
     def forked_from(self) -> Continues | None:
         """Returns the restored recovery point, until a save of it is committed."""
-        with self._lock:
-            self._poll()
-            previous = self._branch.previous
-            return None if previous is None else previous.continues
+        with self._polled() as branch:
+            return None if branch.previous is None else branch.previous.continues
 
     @property
     def restores(self) -> int:
@@ -236,28 +231,23 @@ class Lineage:
     @property
     def newest_known(self) -> Known | None:
         """Returns the newest save, committed or in flight, or None."""
-        with self._lock:
-            self._poll()
-            return self._branch.in_flight or self._branch.previous
+        with self._polled() as branch:
+            return branch.in_flight or branch.previous
 
     @property
     def newest_committed(self) -> SaveId | None:
         """Returns the newest save that is known to be committed or was restored, or None."""
-        with self._lock:
-            self._poll()
-            previous = self._branch.previous
-            return None if previous is None else previous.info.save_id
+        with self._polled() as branch:
+            return None if branch.previous is None else branch.previous.info.save_id
 
     def poll(self) -> None:
         """Records the save in flight as committed if it is: its files may be removed later."""
-        with self._lock:
-            self._poll()
+        with self._polled():
+            pass
 
     def forget(self, save_id: SaveId) -> bool:
         """Forgets a removed save if it is the newest committed one; returns whether it was."""
-        with self._lock:
-            self._poll()
-            branch = self._branch
+        with self._polled() as branch:
             if branch.previous is None or branch.previous.info.save_id != save_id:
                 return False
             if branch.delta_base is branch.previous:
@@ -267,9 +257,7 @@ class Lineage:
 
     def next_parent(self, save_id: SaveId) -> SaveId:
         """Returns the expected parent of the next delta; the save itself if that is unknown."""
-        with self._lock:
-            self._poll()
-            branch = self._branch
+        with self._polled() as branch:
             if branch.previous is None or branch.previous.info.save_id != save_id:
                 return save_id
             assert branch.delta_base is not None
@@ -295,11 +283,9 @@ class Lineage:
 
     def failed(self, save_id: SaveId) -> None:
         """Forgets the save in flight, unless it was committed; the parent and its clocks stay."""
-        with self._lock:
-            self._poll()
-            known = self._branch.in_flight
-            if known is not None and known.info.save_id == save_id:
-                self._branch.in_flight = None
+        with self._polled() as branch:
+            if branch.in_flight is not None and branch.in_flight.info.save_id == save_id:
+                branch.in_flight = None
 
     def adopt(
         self,
@@ -353,14 +339,13 @@ class Lineage:
         The step was then restored only for inspection, and training continues with its state in
         memory; ``restored`` is reset, unless there was a save since.
         """
-        with self._lock:
-            self._poll()
-            if not clocks.readings or self._branch.knows(clocks):
+        with self._polled() as branch:
+            if not clocks.readings or branch.knows(clocks):
                 return False
-            for branch in reversed(self._former):
-                if branch.knows(clocks):
-                    self._former.remove(branch)
-                    self._leave(branch)
+            for former in reversed(self._former):
+                if former.knows(clocks):
+                    self._former.remove(former)
+                    self._leave(former)
                     return True
             return False
 
@@ -389,9 +374,14 @@ class Lineage:
 
     def protected(self) -> frozenset[SaveId]:
         """Returns saves that retention must keep: possible parents, and the save in flight."""
+        with self._polled() as branch:
+            return branch.protected
+
+    @contextlib.contextmanager
+    def _polled(self) -> Iterator[Branch]:
         with self._lock:
             self._poll()
-            return self._branch.protected
+            yield self._branch
 
     def _poll(self) -> Known | None:
         """Advances the branch to the save in flight if it was committed. Under the lock."""
