@@ -88,14 +88,6 @@ class Embeddings:
     fsync: bool = True
     processes_secs: float = 60.0
 
-    @property
-    def marks(self) -> tuple[Marks, ...]:
-        """Returns the TouchStates of the state, and the passed one if it is not among them."""
-        given = self.touched
-        if given is None or any(marks.state.clock is given.clock for marks in self.split.marks):
-            return self.split.marks
-        return *self.split.marks, Marks("", plain(given))
-
 
 def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     """Captures what a save needs from the training state; returns the save to be written.
@@ -105,7 +97,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     before the commit. Raises TrackingError if a TouchState does not fit the tables, and OutOfSpace.
     """
     started = time.perf_counter()
-    split, marks = embeddings.split, embeddings.marks
+    split, marks = embeddings.split, marks_of(embeddings.split, embeddings.touched)
     lineage = embeddings.lineage or Lineage(protected=False)
     runtime = embeddings.runtime or Runtime(memory_bytes=1 << 30)
     stamps = match_marks(marks, split.layout) if marks else {}
@@ -175,6 +167,13 @@ def planned(choices: Mapping[str, Mapping[str, CodecChoice]], kind: Kind, restor
         group: {field: choice.planned(kind, restores=restores) for field, choice in held.items()}
         for group, held in choices.items()
     }
+
+
+def marks_of(split: Split, touched: TouchState | None) -> tuple[Marks, ...]:
+    """Returns the TouchStates of a state, and a passed one if it is not among them."""
+    if touched is None or any(marks.state.clock is touched.clock for marks in split.marks):
+        return split.marks
+    return *split.marks, Marks("", plain(touched))
 
 
 def clocks_of(split: Split, marks: Sequence[Marks]) -> Clocks:

@@ -26,7 +26,6 @@ from deltackpt.resources.runtime import FSYNCS, READS, Runtime
 from deltackpt.save import pending_save
 from deltackpt.save.dense_save import DenseKeeper, codings
 from deltackpt.save.lineage import Clocks, Lineage, new_run
-from deltackpt.save.pending_save import Embeddings
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.storage import buckets
@@ -457,7 +456,7 @@ class Run:
 
     def check_above(self, step: int) -> None:
         """Raises OptionError if a step is not greater than the newest or the restored one."""
-        newest = self._step_to_exceed
+        newest = self._newest_to_keep
         parent = self.lineage.newest_committed
         if newest is not None and parent is not None:
             # A save that was reported as failed may be committed nevertheless.
@@ -481,8 +480,8 @@ class Run:
         )
 
     @property
-    def _step_to_exceed(self) -> int | None:
-        """Returns the step that the next save must exceed."""
+    def _newest_to_keep(self) -> int | None:
+        """Returns the newest step of the branch; the next save moves later ones aside."""
         if self.restored is None:
             return self.newest
         return self.restored - 1 if self.restored == self.deleted else self.restored
@@ -492,7 +491,7 @@ class Run:
         # Without a shared file system, the shards of a deleted step are still staged.
         if self.restored is None and (self.deleted is None or not self.no_shared_fs):
             return
-        newest = self._step_to_exceed
+        newest = self._newest_to_keep
         # The others list no steps before process 0 has moved them.
         what = f"continuing with step {step}"
         with self.coordinator.together(what, fatal=True):
@@ -515,7 +514,7 @@ class Run:
 
     def clocks(self, split: Split, touched: TouchState | None) -> Clocks:
         """Returns the clocks of the TouchStates of a state."""
-        return pending_save.clocks_of(split, Embeddings(split=split, touched=touched).marks)
+        return pending_save.clocks_of(split, pending_save.marks_of(split, touched))
 
     def is_restored(self, split: Split, touched: TouchState | None) -> bool:
         """Returns whether a state and its TouchState are the restored ones, on every process."""

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -31,6 +31,7 @@ from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
 from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.items import HandlerItem, Metrics, save_args
+from deltackpt.lazy_import import ocp
 from deltackpt.ledger import directory
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
@@ -42,6 +43,7 @@ from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.pending_save import Embeddings, PendingSave, RefusedSave, base_bytes
 from deltackpt.session import retention
 from deltackpt.session.restored import arrays_of
+from deltackpt.session.retention import CommittedStep, StepMetadata
 from deltackpt.session.run import HASHED, Run
 from deltackpt.session.save_call import Done, Failure, InFlight, SaveArguments
 from deltackpt.state import placement
@@ -125,6 +127,34 @@ class Saver:
             raise failure.error(saved) from failure.cause
         return saved
 
+    def should_save(
+        self, step: int, metrics: Mapping[str, float] | None, preempted: Callable[[int], bool]
+    ) -> bool:
+        """Returns whether the options select a step; process 0 decides for all processes."""
+        run, in_flight = self._run, self.in_flight
+        policy = run.options.save_decision_policy
+        if policy is None:
+            return step % (run.options.save_interval_steps or 1) == 0
+
+        def decide() -> bool:
+            now: StepMetadata = {
+                "metrics": dict(metrics or {}),
+                "commit_timestamp_nsecs": time.time_ns(),
+            }
+            previous = retention.committed_steps(run.root)
+            if in_flight is not None and in_flight.step not in [known.step for known in previous]:
+                # It began earlier, and will be committed before the next one.
+                previous.append(CommittedStep(in_flight.step, lambda: now))
+            context = ocp.checkpoint_managers.DecisionContext(
+                is_saving_in_progress=self.busy(),
+                reached_preemption=preempted(step),
+                multiprocessing_options=ocp.options.MultiprocessingOptions(),
+            )
+            current = CommittedStep(step, lambda: now)
+            return bool(policy.should_save(current, previous, context=context))
+
+        return run.coordinator.from_process_0(f"deciding on step {step}", decide)
+
     def split(self, state: PyTree, touched: TouchState | None) -> Split:
         """Splits a state, without marks if rows are hashed; ``tracking="auto"`` decides here."""
         return self._run.tracking.choose(self.split_all(state, touched), touched)
@@ -158,8 +188,7 @@ class Saver:
         items: dict[str, Item] = {}
         try:
             if run.tracking.tracker is None:
-                marks = Embeddings(split=split, touched=arguments.touched).marks
-                run.wal.check(split, marks)
+                run.wal.check(split, pending_save.marks_of(split, arguments.touched))
             pending = self._capture(step, attempt, split, arguments, items)
             flight = self._hand_over(step, attempt, items, pending, arguments, started)
         except BaseException as error:

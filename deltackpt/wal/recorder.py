@@ -39,7 +39,6 @@ from deltackpt.resources.runtime import Reservation
 from deltackpt.save import dense_layout, pending_save
 from deltackpt.save.branch import Clocks, Known, clocks_seen, discontinuity, settled
 from deltackpt.save.dense_save import DenseKeeper
-from deltackpt.save.pending_save import Embeddings
 from deltackpt.session.run import Run, WalHooks, keeper
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
@@ -173,7 +172,7 @@ class Recorder(WalHooks):
         try:
             touched = self._run.tracking.touch_state(split, touched)
             self._run.end_hashing()
-            marks = Embeddings(split=split, touched=touched).marks
+            marks = pending_save.marks_of(split, touched)
             clocks = pending_save.clocks_of(split, marks)
             if ids is not None and self._run.tracking.tracker is None:
                 # Fingerprints name every row; the ids might omit some.
