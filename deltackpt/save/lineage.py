@@ -191,14 +191,13 @@ class Lineage:
                     self._distrusted, self._lost = reason, step
                 self._distrusted_at = self._begun
 
-    def next(self, *, clocks: Clocks, layout: Layout, force_base: bool = False) -> Decision:
+    def next(self, *, clocks: Clocks, layout: Layout) -> Decision:
         """Returns what ``start_save`` would decide now, without starting a save.
 
         A delta may still become a base, if the tracking audit fails or nearly all rows are touched.
         """
         with self._lock:
-            committed = self._poll()
-            parent, reason = self._decide(clocks, layout, force_base, committed)
+            parent, reason = self._decide(clocks, layout, False, self._poll())
             if parent is None:
                 return Decision(kind="base", parent=None, reason=reason)
             which = "base" if parent is self._branch.delta_base else "previous"

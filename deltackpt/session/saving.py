@@ -74,11 +74,8 @@ class Saver:
         #: The step of a save that was put off.
         self.due: int | None = None
         self.reports: collections.deque[events.SaveEvent] = collections.deque(maxlen=_REPORTS)
-        #: Whether the warnings about idle TouchStates and about missing tracking were issued.
-        self._warned_clocks_unchanged = self._warned_untracked = False
-        self._has_tables = True
-        #: Whether the warning about dense leaves that blocks do not support was issued.
-        self._warned_unusual = False
+        #: Kinds of the warnings that were issued, each of them once.
+        self._warned: set[str] = set()
         #: Temporary directories of failed saves. Only these: another process may be ahead, and
         #: write the next step already.
         self._leftovers: list[Path] = []
@@ -171,7 +168,6 @@ class Saver:
             run.check_lease()
         # First, so that an unsupported leaf does not even cause a rollback.
         split = self.split(state, arguments.touched)
-        self._has_tables = bool(split.layout.tables)
         self.go_back(split, arguments.touched)
         if self._is_restored(step, split, arguments):
             reason = "it was restored, and nothing has changed since"
@@ -292,11 +288,11 @@ class Saver:
             else:
                 found = run.dense.capture(leaves, split.layout.dense, run.coordinator.index)
         except UnsupportedLeaf as error:
-            if run.dense is not None and not self._warned_unusual:
-                self._warned_unusual = True
-                events.warn(
+            if run.dense is not None:
+                self._warn_once(
+                    "unusual leaves",
                     f"step {step}: dense leaves are saved whole, by Orbax's handler, also in "
-                    f"deltas: {error}"
+                    f"deltas: {error}",
                 )
             args = orbax_dense.save_args(split.dense)
             return self._start_item(step, attempt, naming.DENSE_ITEM, orbax_dense.handler(), args)
@@ -452,24 +448,28 @@ class Saver:
         if pending.doubt is not None:
             events.warn(f"step {step} is saved as a base, because {pending.doubt}")
             self._run.wal.distrust(pending.doubt)
-        elif not self._has_tables:
+        elif not pending.layout.tables:
             return
-        elif pending.intent.clocks_unchanged and not self._warned_clocks_unchanged:
-            self._warned_clocks_unchanged = True
-            events.warn(
+        elif pending.intent.clocks_unchanged:
+            self._warn_once(
+                "idle marks",
                 f"step {step}: expected marks since the parent of this delta, found none, so the "
                 "delta contains no row; if the tables did change, pass save() the TouchState that "
-                "the training step returned (touched = touched.mark(touched, ids))"
+                "the training step returned (touched = touched.mark(touched, ids))",
             )
-        elif self._run.tracking.stopped:
-            return  # It has warned.
-        elif pending.intent.reason == UNTRACKED and not is_first and not self._warned_untracked:
-            self._warned_untracked = True
-            events.warn(
+        # Tracking that has stopped has warned.
+        elif pending.intent.reason == UNTRACKED and not (is_first or self._run.tracking.stopped):
+            self._warn_once(
+                "untracked",
                 f'step {step}: expected a TouchState or tracking="fingerprints", found neither, '
                 "so every save is a base; pass ManagerOptions(deltas=DeltaOptions("
-                'tracking="fingerprints")), or mark the rows with touched.mark or touched.track'
+                'tracking="fingerprints")), or mark the rows with touched.mark or touched.track',
             )
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            events.warn(text)
 
     def _not_now(self, step: int, started: float) -> Saved:
         flight = self.in_flight
