@@ -60,7 +60,7 @@ class RowTracking:
         self._may_stop = may_stop and not dense_blocks
         self.tracker = RowTracker() if mode == "fingerprints" else None
         #: What a TouchState has replaced, until a save begins: one that is refused changes nothing.
-        self._left: RowTracker | None = None
+        self._replaced: RowTracker | None = None
         #: Whether rows were hashed for a save or a record since the start or a restore.
         self._hashed = False
         #: Whether rows were hashed before a restore: training may return to its state in memory.
@@ -81,9 +81,9 @@ class RowTracking:
         """Chooses the tracking for a state, and returns what it needs of the state."""
         tracker = self.chosen(split, touched)
         if tracker is None:
-            self._left = self.tracker or self._left
+            self._replaced = self.tracker or self._replaced
         elif self.tracker is None:
-            tracker, self._left = self._left or tracker, None
+            tracker, self._replaced = self._replaced or tracker, None
             self._log_cost(split.layout)
         self.tracker = tracker
         if self._mode == "auto":
@@ -98,18 +98,18 @@ class RowTracking:
         if split.marks or touched is not None or self.stopped:
             return None
         if self.tracker is None and self._is_worthwhile(split.layout):
-            return self._left or RowTracker()
+            return self._replaced or RowTracker()
         return self.tracker
 
     @property
-    def has_left(self) -> bool:
+    def has_replaced(self) -> bool:
         """Whether a TouchState has replaced fingerprints: it need not mark what changed before."""
-        return self._hashed and self._left is not None
+        return self._hashed and self._replaced is not None
 
     def saved(self) -> None:
         """Called once a save was begun."""
         if self.tracker is None:
-            self._left, self._hashed = None, False
+            self._replaced, self._hashed = None, False
 
     def restored(
         self,
@@ -131,7 +131,7 @@ class RowTracking:
                 self.tracker = RowTracker()
                 self._log_cost(kept.layout)
         self.hashed_before_restore |= self._hashed
-        self._left, self._hashed, self._used = None, False, None
+        self._replaced, self._hashed, self._used = None, False, None
         if self.tracker is not None:
             self.tracker.start(kept.fields, kept.layout, identity)
 
@@ -504,7 +504,7 @@ class Run:
         The TouchState does not mark rows that changed before. If the saves that hashed rows have
         failed, their parent may have seen the same TouchState.
         """
-        if self.tracking.has_left:
+        if self.tracking.has_replaced:
             self.lineage.distrust(HASHED)
 
     @property

@@ -289,6 +289,7 @@ class WalProgress(abc.ABC):
     def _others(self, *, fresh: bool) -> dict[int, int]:
         """Returns the newest records of the other processes; never raises."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Closes what is open; the next ``record`` opens it again."""
 
@@ -337,6 +338,9 @@ class CoordinatorProgress(WalProgress):
             self._found = {
                 int(number): DurableRecord.from_bytes(data).number for number, data in found.items()
             }
+
+    def close(self) -> None:
+        """See ``WalProgress``: nothing is open."""
 
 
 class FileProgress(WalProgress):
