@@ -85,14 +85,17 @@ class References:
         self._hashed = hashed
         #: Memory of the references, and of the copies of saves in flight.
         self.runtime = runtime.with_memory(2 * most_bytes)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._kept: dict[SaveId, Reference] = {}
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of all kept arrays, each counted once, without hashes."""
         with self._lock:
-            return self._kept_bytes()
+            held = {
+                id(one): one.nbytes for kept in self._kept.values() for one in kept.data.values()
+            }
+        return sum(held.values())
 
     def copied(self, nbytes: int) -> None:
         """Keeps memory for the next save's copies and their decoded values."""
@@ -117,7 +120,7 @@ class References:
         with self._lock:
             chosen = parent if parent in self._kept else save_id
             dropped = [self._kept.pop(other) for other in self._kept.keys() - {chosen}]
-            if chosen in self._kept and self._kept_bytes() > self._most_bytes:
+            if chosen in self._kept and self.nbytes > self._most_bytes:
                 dropped.append(self._kept[chosen])
                 self._kept[chosen] = self._fitting(self._kept[chosen])
         self.release(data for one in dropped for data in one.data.values())
@@ -143,10 +146,6 @@ class References:
             elif self._hashed and found.ndim == 2:
                 hashes[key] = Hashes.from_bytes(np.asarray(found))
         return Reference(data, reference.counts, hashes)
-
-    def _kept_bytes(self) -> int:
-        held = {id(data): data.nbytes for one in self._kept.values() for data in one.data.values()}
-        return sum(held.values())
 
 
 #: Leaves of at least this size are decoded in memory that is reused: filling fresh memory takes as
