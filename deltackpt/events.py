@@ -81,16 +81,16 @@ class SaveEvent:
     rows: int
     total_rows: int
     bytes_written: int
-    ratio: float
-    blocked_secs: float
+    ratio: float = 0.0
+    blocked_secs: float = 0.0
     extract_secs: float
-    room_secs: float
+    room_secs: float = 0.0
     encode_secs: float
     write_secs: float
     digest_secs: float
-    commit_secs: float
-    total_secs: float
-    committed_unix_secs: float
+    commit_secs: float = 0.0
+    total_secs: float = 0.0
+    committed_unix_secs: float = 0.0
     tables: tuple[TableFigures, ...] = ()
     dense_bytes: int = 0
     dense: tuple[LeafFigures, ...] = ()
@@ -196,10 +196,10 @@ class AppendEvent:
     blocked_secs: float
     encode_secs: float
     write_secs: float
-    sync_secs: float
-    durable_secs: float
-    batches_in_sync: int
-    committed_unix_secs: float
+    sync_secs: float = 0.0
+    durable_secs: float = 0.0
+    batches_in_sync: int = 0
+    committed_unix_secs: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, naming
-from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId, SaveInfo
+from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId
 from deltackpt.policies import BaseOrDelta, Consecutive, Decision, LeftToCompaction
 from deltackpt.save.branch import (
     Branch,
@@ -287,41 +287,16 @@ class Lineage:
                 branch.in_flight = None
 
     def adopt(
-        self,
-        target: SaveInfo,
-        step_dir: Path,
-        layout: Layout,
-        *,
-        sizes: Sequence[int],
-        clocks: Clocks,
-        restores: int = 0,
-        run: str | None = None,
-        sample: Samples | None = None,
-        parents: tuple[str, ...] = (),
-        replayed: Mapping[str, np.ndarray] | None = None,
-        continues: Continues | None = None,
+        self, known: Known, *, base_bytes: int, restores: int = 0, run: str | None = None
     ) -> None:
         """Starts a new run at a restored step, the parent of the next save; see ``go_back``.
 
-        Several processes must have agreed on the ``sizes`` of the saves of its chain, base first,
-        and on ``run``. ``clocks`` are of the fresh TouchStates, at clock 0; ``restores`` is the
-        number in the step; ``parents`` are nearest first; ``replayed`` is as for ``Known``.
+        Several processes must have agreed on ``run``, and on the bytes of the chain, whose base has
+        ``base_bytes``. Its clocks are those of fresh TouchStates, 0; ``restores`` is the number in
+        the step.
         """
         with self._lock:
-            known = Known(
-                info=target,
-                path=step_dir,
-                clocks=clocks,
-                layout=layout,
-                settled=None if clocks.gathers else clocks,
-                total_bytes=sum(sizes),
-                chain_length=len(sizes) - 1,
-                sample=sample,
-                parents=parents[: manifest.MOST_PARENTS],
-                replayed=replayed or {},
-                continues=continues,
-            )
-            branch = Branch(run=run or new_run(), restores=restores + 1, base_bytes=sizes[0])
+            branch = Branch(run=run or new_run(), restores=restores + 1, base_bytes=base_bytes)
             branch.previous = branch.delta_base = branch.begun = known
             branch.since = [known]
             self._leave(branch)
