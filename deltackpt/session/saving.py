@@ -181,22 +181,23 @@ class Saver:
         run.roll_back(step)
         run.end_hashing()
         attempt = run.lineage.attempts + 1
+        writers = self._writers(step, attempt)
         items: dict[str, Item] = {}
         try:
             if run.tracking.tracker is None:
                 run.wal.check(split, pending_save.marks_of(split, arguments.touched))
-            pending = self._capture(step, attempt, split, arguments, items)
-            flight = self._hand_over(step, attempt, items, pending, arguments, started)
+            pending = self._capture(step, writers.temporary, split, arguments, items)
+            flight = self._hand_over(step, writers, items, pending, arguments, started)
         except BaseException as error:
             if self.in_flight is not None:
                 raise  # An interrupt: the save is written nevertheless.
             self._drop(items)
-            self._leftovers.append(self._temporary(step, attempt))
+            self._leftovers.append(writers.temporary)
             if run.coordinator.count > 1 and isinstance(error, Exception):
                 # The others begin it nevertheless, and get the error.
                 run.lineage.count_attempts(attempt)
                 refused = RefusedSave(error)
-                self._hand_over(step, attempt, {run.item: refused}, refused, arguments, started)
+                self._hand_over(step, writers, {run.item: refused}, refused, arguments, started)
                 run.wal.refused(split)
             raise
         run.wal.saved()
@@ -250,7 +251,7 @@ class Saver:
     def _capture(
         self,
         step: int,
-        attempt: int,
+        temporary: Path,
         split: Split,
         arguments: SaveArguments,
         items: dict[str, Item],
@@ -259,11 +260,11 @@ class Saver:
         run = self._run
         pending = items[run.item] = self._capture_tables(step, split, arguments)
         if split.layout.dense:
-            item = self._dense(step, attempt, split, pending)
+            item = self._dense(step, temporary, split, pending)
             if item is not None:
                 items[naming.DENSE_ITEM] = item
         for name, args in (arguments.items or {}).items():
-            items[name] = self._start_item(step, attempt, name, run.extra[name], args)
+            items[name] = self._start_item(temporary / name, run.extra[name], args)
         if arguments.metrics and naming.METRICS not in items:
             items[naming.METRICS] = Metrics(arguments.metrics)
         pending.wait_copied()
@@ -278,7 +279,7 @@ class Saver:
                     self._run.dense.references.failed(item.intent.save_id)
         _release(items)
 
-    def _dense(self, step: int, attempt: int, split: Split, pending: PendingSave) -> Item | None:
+    def _dense(self, step: int, temporary: Path, split: Split, pending: PendingSave) -> Item | None:
         """Captures dense leaves for our own writer or Orbax's; None if the delta has them."""
         run = self._run
         leaves = dense_layout.storable(split.dense)
@@ -295,7 +296,7 @@ class Saver:
                     f"deltas: {error}",
                 )
             args = orbax_dense.save_args(split.dense)
-            return self._start_item(step, attempt, naming.DENSE_ITEM, orbax_dense.handler(), args)
+            return self._start_item(temporary / naming.DENSE_ITEM, orbax_dense.handler(), args)
         pending.dense = found
         if pending.intent.kind == "delta":
             return None
@@ -305,22 +306,26 @@ class Saver:
         pending.dense = None
         return found
 
-    def _start_item(
-        self, step: int, attempt: int, name: str, handler: object, args: object
-    ) -> HandlerItem:
-        run = self._run
-        item_dir = self._temporary(step, attempt) / name
-        DurableDir(run.local.path, fsync=False).make(item_dir)
-        return HandlerItem.start(handler, item_dir, args, run.runtime)
+    def _start_item(self, item_dir: Path, handler: object, args: object) -> HandlerItem:
+        DurableDir(self._run.local.path, fsync=False).make(item_dir)
+        return HandlerItem.start(handler, item_dir, args, self._run.runtime)
 
-    def _temporary(self, step: int, attempt: int) -> Path:
+    def _writers(self, step: int, attempt: int) -> StepWriters:
         run = self._run
-        return commit.temporary_dir(run.local.step_dir(step), f"{run.lineage.run}-{attempt}")
+        key = f"{run.lineage.run}-{attempt}"
+        return StepWriters(
+            coordinator=run.coordinator,
+            key=key,
+            temporary=commit.temporary_dir(run.local.step_dir(step), key),
+            runtime=run.runtime,
+            shared_fs=not run.no_shared_fs,
+            fsync=run.fsync,
+        )
 
     def _hand_over(
         self,
         step: int,
-        attempt: int,
+        writers: StepWriters,
         items: Mapping[str, Item],
         pending: PendingSave | RefusedSave,
         arguments: SaveArguments,
@@ -328,19 +333,11 @@ class Saver:
     ) -> InFlight:
         """Starts the background half of a save; returns the save in flight."""
         run, begun_ns = self._run, time.time_ns()
-        temporary = self._temporary(step, attempt)
         planned = StepTransaction(
             final=run.local.step_dir(step),
             items=items,
             tables=run.item,
-            writers=StepWriters(
-                coordinator=run.coordinator,
-                key=f"{run.lineage.run}-{attempt}",
-                temporary=temporary,
-                runtime=run.runtime,
-                shared_fs=not run.no_shared_fs,
-                fsync=run.fsync,
-            ),
+            writers=writers,
             own_files=lambda: self._own_files(step, items, arguments, begun_ns),
             check=run.check_lease,
         )
@@ -350,7 +347,7 @@ class Saver:
             nbytes += pending.dense.nbytes
         # Keep a strong reference to the manager: __del__ would otherwise report a lost save.
         task = Task(functools.partial(self._write, planned, nbytes, self._owner))
-        flight = self.in_flight = InFlight(step, temporary, pending, task.future, started)
+        flight = self.in_flight = InFlight(step, writers.temporary, pending, task.future, started)
         try:
             run.runtime.queue(task)
         except RuntimeError as error:
