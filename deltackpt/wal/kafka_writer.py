@@ -63,7 +63,7 @@ class _RecordBytes:
     def write(self, start: int, data: np.ndarray) -> None:
         with self._lock:
             self._data.seek(start)
-            self._data.write(data)
+            self._data.write(data.data)
 
     def sync(self, *, metadata: bool = True) -> None:
         """See ``LayerSink``."""
