@@ -128,7 +128,6 @@ def test_a_base_reports_its_reason(trainer):
     trainer.save(1)
     asked = trainer.lineage.next
     for clocks, options, reason in (
-        (at(2), {"force_base": True}, "requested by the caller"),
         (Clocks(), {}, "no TouchState was given"),
         (at(2), {"layout": made_up_saves.layout(50)}, "the tables differ from the parent's"),
         (at(2, identity=8), {}, "is unrelated to the save of step 1"),
@@ -138,6 +137,7 @@ def test_a_base_reports_its_reason(trainer):
         decision = asked(clocks=clocks, **({"layout": LAYOUT} | options))
         assert decision.kind == "base" and reason in decision.reason
     assert asked(clocks=at(2), layout=LAYOUT).parent == "base"
+    assert "requested by the caller" in trainer.begin(2, force_base=True).reason
 
 
 def test_a_missing_touch_state_makes_a_base(trainer):
