@@ -728,13 +728,13 @@ class Recorder(WalHooks):
         """Returns whether an epoch's records still count and no other run has followed."""
         headers = WalReader(store_path(self._run.local.wal_dir))
         numbers, heads = headers.numbers()[:1], list[EpochHeader]()
-        try:
+        with contextlib.suppress(Damaged):  # Epochs that one continues from may be trimmed.
             for number in numbers:  # Grows by the epochs that it continues from.
                 heads.append(headers.head(number))
                 if (fork := heads[-1].continues) is not None:
                     numbers.append(fork.epoch)
-        except Damaged:
-            return True
+        if not heads:
+            return bool(numbers)  # The newest header, which cannot be read, may be this one.
         return head in heads and heads[0].run == head.run
 
     def _follow_run(self) -> None:
