@@ -80,7 +80,7 @@ def save(root: Path, processes: int, count: int) -> None:
                     pending = pending_save.capture(embeddings, step, root / str(step))
                 pending.wait_copied()
                 pending.write_alone(item, Coordinator(str(root), 60.0))
-                return pending.report
+                return pending.event
 
             for result in job.on_each(shard):
                 assert not isinstance(result, Exception), result

@@ -681,7 +681,7 @@ def save_on_each(job: Job, root, step: int, topology: Topology, model: Model, li
             pending = pending_save.capture(embeddings, step, root / str(step))
         pending.wait_copied()
         pending.write_alone(item, coordination.Coordinator(str(root), 300.0))
-        return pending.report
+        return pending.event
 
     found = job.on_each(chunk)
     for result in found:
