@@ -65,7 +65,7 @@ class Hashes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reference:
+class DenseReference:
     """Data that a save keeps for its deltas."""
 
     #: The decoded values that fit into the memory.
@@ -86,7 +86,7 @@ class References:
         #: Memory of the references, and of the copies of saves in flight.
         self.runtime = runtime.with_memory(2 * most_bytes)
         self._lock = threading.RLock()
-        self._kept: dict[SaveId, Reference] = {}
+        self._kept: dict[SaveId, DenseReference] = {}
 
     @property
     def nbytes(self) -> int:
@@ -102,16 +102,18 @@ class References:
         # Buffers are up to a fourth larger than their contents.
         self.runtime.memory.max_kept_bytes = nbytes * 5 // 4
 
-    def of(self, save_id: SaveId | None) -> Reference:
+    def of(self, save_id: SaveId | None) -> DenseReference:
         """Returns a save's reference; empty if it has none."""
         with self._lock:
-            return Reference() if save_id is None else self._kept.get(save_id, Reference())
+            return (
+                DenseReference() if save_id is None else self._kept.get(save_id, DenseReference())
+            )
 
-    def stage(self, save_id: SaveId, reference: Reference) -> None:
+    def stage(self, save_id: SaveId, reference: DenseReference) -> None:
         """Keeps the reference of a save that is not committed yet."""
         with self._lock:
             # The reference of a save that was restored again is replaced.
-            dropped = self._kept.get(save_id, Reference())
+            dropped = self._kept.get(save_id, DenseReference())
             self._kept[save_id] = reference
         self.release(dropped.data.values())
 
@@ -128,7 +130,7 @@ class References:
     def failed(self, save_id: SaveId) -> None:
         """Drops the reference that a failed save has staged. Idempotent."""
         with self._lock:
-            dropped = self._kept.pop(save_id, Reference())
+            dropped = self._kept.pop(save_id, DenseReference())
         self.release(dropped.data.values())
 
     def release(self, copies: Iterable[Array]) -> None:
@@ -137,7 +139,7 @@ class References:
             kept = {id(data) for one in self._kept.values() for data in one.data.values()}
             self.runtime.memory.give_back(data for data in copies if id(data) not in kept)
 
-    def _fitting(self, reference: Reference) -> Reference:
+    def _fitting(self, reference: DenseReference) -> DenseReference:
         """Returns as much as there is room for, in the order of the leaves; hashes of the rest."""
         data, hashes, room = {}, dict(reference.hashes), self._most_bytes
         for key, found in reference.data.items():
@@ -145,7 +147,7 @@ class References:
                 data[key], room = found, room - found.nbytes
             elif self._hashed and found.ndim == 2:
                 hashes[key] = Hashes.from_bytes(np.asarray(found))
-        return Reference(data, reference.counts, hashes)
+        return DenseReference(data, reference.counts, hashes)
 
 
 #: Leaves of at least this size are decoded in memory that is reused: filling fresh memory takes as

@@ -50,7 +50,7 @@ from deltackpt.storage.shard_writer import SegmentSink
 if TYPE_CHECKING:
     from deltackpt.codecs import block_codecs
     from deltackpt.save import block_codes, device_blocks
-    from deltackpt.save.block_codes import Array, EncodedBlocks, LeafDelta, Reference
+    from deltackpt.save.block_codes import Array, DenseReference, EncodedBlocks, LeafDelta
 else:  # Saves without dense blocks need none of these.
     block_codecs = LazyModule("deltackpt.codecs.block_codecs")
     block_codes = LazyModule("deltackpt.save.block_codes")
@@ -311,7 +311,7 @@ class DenseKeeper:
         """Makes decoded values the reference of a save, once it is committed."""
         data = {value.item_key: one for value, one in zip(values, decoded, strict=True)}
         self.references.stage(
-            save_id, block_codes.Reference(data, {one.item_key: one.count for one in values})
+            save_id, block_codes.DenseReference(data, {one.item_key: one.count for one in values})
         )
 
     def adopt(
@@ -507,7 +507,7 @@ def write_whole(
 
 
 def encode(
-    values: Sequence[DenseValue], parent: Reference, runtime: Runtime, *, skip_unchanged: bool
+    values: Sequence[DenseValue], parent: DenseReference, runtime: Runtime, *, skip_unchanged: bool
 ) -> Iterator[LeafDelta]:
     """Encodes values relative to the parent, or whole; may lend the memory of ``runtime``."""
     for value in values:
