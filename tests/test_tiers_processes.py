@@ -207,6 +207,12 @@ class Nodes:
         self.server, self.bucket, self.folder = server, bucket, folder
         self.url = bucket.bucket(name) + "/run"
 
+    @property
+    def extents(self) -> dict:
+        """Extents of each process, which outlast its staging directory."""
+        directory = str(self.folder / "extents")
+        return {"directory": directory, "nbytes": 8 << 20, "extent_bytes": 128 << 10}
+
     def job(self, processes: int = 2) -> Job:
         return Job(self.server, self.folder / "jobs", processes=processes, devices=4 // processes)
 
@@ -296,15 +302,13 @@ def test_a_lost_node_loses_only_steps_that_were_not_uploaded(nodes):
 
 
 def test_nodes_that_lose_their_staging_directories_recover_from_extents(nodes):
-    extents = {"directory": str(nodes.folder / "extents"), "nbytes": 8 << 20}
-    extents["extent_bytes"] = 128 << 10
     with nodes.job() as job:
-        saves_that_wait(nodes, job, extents=extents)
+        saves_that_wait(nodes, job, extents=nodes.extents)
         nodes.kill(job)
     for process in (0, 1):
         shutil.rmtree(nodes.stage(process))
     with nodes.job() as job:
-        assert nodes.open(job, extents=extents) == []
+        assert nodes.open(job, extents=nodes.extents) == []
         assert_restores(job, 2)
         assert saved(job, 3) == "delta"
         assert nodes.at_root() == [0, 1, 2, 3]
@@ -322,6 +326,25 @@ def test_a_job_of_another_number_of_processes_resumes_from_the_root(nodes):
         assert_restores(job, 0)
         assert saved(job, 1) == "delta" and nodes.at_root() == [0, 1]
         job.close()
+
+
+@pytest.mark.parametrize("has_extents", [False, True])
+def test_jobs_of_changing_numbers_of_processes_resume_from_the_newest_step(nodes, has_extents):
+    how = {"extents": nodes.extents} if has_extents else {}
+    step = 0
+    for count in (2, 1, 2, 4, 1):
+        with nodes.job(count) as job:
+            assert nodes.open(job, **how) == []
+            if step:
+                assert_restores(job, step)
+            else:
+                job.all("start", place=PLACE)
+            for _ in range(3):
+                step += 1
+                saved(job, step)
+            job.close()
+    assert nodes.at_root() == [*range(1, step + 1)]
+    assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
 
 
 def test_a_damaged_staged_shard_is_reported_to_all_and_the_next_save_is_a_base(nodes):

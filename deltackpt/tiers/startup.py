@@ -116,7 +116,7 @@ def open_bucket(
             local.confirm()  # Leftovers may fill the file system.
         # While this trainer holds the lease, no other trainer's orders take force.
         old = check_stage(stage, place.url, tiers.endpoint)
-        found = LocalReplicas(stage, local, extents, shard, fsync=fsync)
+        found = LocalReplicas(stage, local, extents, shard, shards, fsync=fsync)
         opened.callback(found.close)
         find, group = _finder(place.url, item, tiers, claim), None
         if find is not None:
@@ -299,7 +299,7 @@ class _Startup:
             # Only the first process orders removals.
             removals = old.pending(done, self.state) if counts else ()
             old = dataclasses.replace(old, removals=removals)
-        found = self.replicas.manifests(self.orders.url, self.orders.processes)
+        found = self.replicas.manifests(self.orders.url)
         known = () if old is None else old.lineages
         lineages = (*(one.lineage for one in found), *known)
         why_stale = classify(self.state, lineages)
@@ -379,13 +379,15 @@ class _Startup:
                 self.local.set_aside(step, self.stage.aside_damaged())
                 continue
             if info is not None and self.state.was_committed(info.save_id):
-                if uploaded is None or uploaded.save_id != info.save_id:
-                    self.local.remove_steps([step])  # It was uploaded, and then retired remotely.
+                is_retired = uploaded is None or uploaded.save_id != info.save_id
+                # The shards of another number of processes are read remotely: some are elsewhere.
+                if is_retired or self._why_no_shard(step) is not None:
+                    self.local.remove_steps([step])
                 continue
             if info is not None and why is None:
                 if (run := by_run.get(info.save_id.run)) is not None:
                     why = why_stale(info.save_id, run)
-                if why is None and self.no_shared_fs:
+                if why is None:
                     why = self._why_no_shard(step)
             if why is not None:
                 self.local.set_aside(step, aside / str(step))
@@ -402,6 +404,8 @@ class _Startup:
             )
 
     def _why_no_shard(self, step: int) -> str | None:
+        if not self.no_shared_fs:
+            return None
         count = stored_saves.read_save(self.local.at(step), self.local.item).head.process_count
         if count == self.orders.processes:
             return None
