@@ -214,12 +214,12 @@ def classify(
     """Returns a function that explains why a save that was never uploaded is stale; pure.
 
     A save is stale if it belongs to a former directory at the URL. It is also stale if a later run,
-    or a later trainer of the directory, does not descend from it. ``lineages`` include those of
-    the saves.
+    or a later trainer of the directory, does not descend from it, or if a save after a later
+    rollback was uploaded. ``lineages`` include those of the saves.
     """
     by_run = {lineage.run: lineage for lineage in lineages}
     began = [claim for claim in state.entry.claims if claim.began]
-    claimed = {claim.lease.epoch: claim.lease.holder for claim in state.entry.claims}
+    claimed = {claim.lease.epoch: claim for claim in state.entry.claims}
     #: Lineages with later descendants of any of their saves: earlier ones are irrelevant.
     living: list[RunLineage] = []
 
@@ -235,8 +235,12 @@ def classify(
     def reason_stale(lineage: RunLineage, attempt: int) -> str | None:
         if not claimed or lineage.epoch < min(claimed):
             return "its claim was superseded by more trainers than the journal records"
-        if claimed.get(lineage.epoch) != lineage.holder:
+        own = claimed.get(lineage.epoch)
+        if own is None or own.lease.holder != lineage.holder:
             return "another checkpoint directory is at the URL now"
+        # Uploads are in order: what the later ones descend from was uploaded before.
+        if lineage.generation + 1 < own.generations:
+            return f"training continued without it (epoch {lineage.epoch})"
         for one in living:
             if one.moment > lineage.moment and attempt > one.ancestors.get(lineage.run, -1):
                 moment = f"epoch {one.epoch}, generation {one.generation}"
@@ -260,6 +264,9 @@ def unfinished_rollback(
     if not back:
         return ()
     newest = max(back, key=lambda one: (one.lineage.moment, one.save_id.step))
+    done = {one.lease.epoch: one.generations for one in state.entry.claims}
+    if newest.generation < done.get(newest.epoch, 0):
+        return ()  # A save was uploaded after its run had rolled back others.
     by_run = {lineage.run: lineage for lineage in lineages}
 
     def is_in_lineage(save_id: SaveId) -> bool:
