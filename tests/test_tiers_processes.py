@@ -216,8 +216,9 @@ class Nodes:
     def job(self, processes: int = 2) -> Job:
         return Job(self.server, self.folder / "jobs", processes=processes, devices=4 // processes)
 
-    def open(self, job: Job, **how) -> list[str]:
-        return opened(job, self.url, self.folder, self.bucket.endpoint, tiers=how, notes=True)
+    def open(self, job: Job, policy: str = "consecutive", **how) -> list[str]:
+        where = self.url, self.folder, self.bucket.endpoint
+        return opened(job, *where, tiers=how, policy=policy, notes=True)
 
     def stage(self, process: int) -> Path:
         return self.folder / f"node{process}" / f"process-{process}"
@@ -380,19 +381,31 @@ def test_a_killed_uploader_is_restarted_and_no_save_is_partial(nodes):
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
 
 
-def test_a_bucket_outage_delays_uploads_on_every_node(nodes):
+@pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
+def test_a_bucket_outage_delays_uploads_on_every_node_and_no_save(nodes, policy):
+    def uploaded(number: int) -> int:
+        """The newest save that an uploader knows to be committed."""
+        stage = StagingDir(nodes.stage(number))
+        orders = stage.orders()
+        assert orders is not None
+        return max(stage.progress(orders.holder).committed.values(), default=0)
+
     with nodes.job() as job:
-        nodes.open(job, wait_for="staging")
+        nodes.open(job, policy, wait_for="staging")
         job.all("start", place=PLACE)
-        saved(job, 0)
-        wait_until(lambda: nodes.at_root() == [0], "step 0 comes to the root")
+        assert [saved(job, step) for step in range(2)] == ["base", "delta"]
+        wait_until(lambda: [*map(uploaded, range(2))] == [2, 2], "both uploaders know of both")
         nodes.bucket.process.send_signal(signal.SIGSTOP)
         try:
-            assert [saved(job, step) for step in (1, 2, 3)] == ["delta"] * 3
+            for step in (2, 3, 4):  # The base, the parent of some, leaves the staging directories.
+                job.all("train", to=step)
+                for answer in job.all("save"):
+                    assert answer["kind"] == "delta" and answer["secs"] < 30, answer
+                job.all("wait")
         finally:
             nodes.bucket.process.send_signal(signal.SIGCONT)
         job.close()
-    wait_until(lambda: nodes.at_root() == [*range(4)], "all steps come to the root")
+    wait_until(lambda: nodes.at_root() == [*range(5)], "all steps come to the root")
     wait_until(lambda: not any(uploaders(nodes.stage(n)) for n in range(2)), "uploaders end")
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
     view = JournalView(buckets.locate(nodes.url, endpoint=nodes.bucket.endpoint).open())
