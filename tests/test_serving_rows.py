@@ -815,14 +815,16 @@ def test_a_table_on_devices_equals_each_version(trainer, live, sharded):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
     name = next(n for n in model.WIDTH if model.WIDTH[n] % 2 == 0)
-    array = None
+    array, rows = None, b""
     for number in range(6):
         live.advance()
         before = array
+        assert before is None or np.asarray(before).tobytes() == rows
         found = live.on_device(name, sharding if sharded else None)
         array = found.array
+        rows = np.asarray(trainer.state["tables"][name]).tobytes()
         assert found.step == trainer.step
-        assert np.asarray(array).tobytes() == np.asarray(trainer.state["tables"][name]).tobytes()
+        assert np.asarray(array).tobytes() == rows
         assert not sharded or array.sharding == sharding
         assert before is None or before.is_deleted()
         trainer.save() if number == 3 else trainer.log()

@@ -794,9 +794,7 @@ def assert_each_restores(root, step: int, job: Job, topology: Topology, model: M
     # Each process assembles its own shards of a global array.
     with (
         job.running(),
-        mock.patch.object(
-            placement, "assembled", lambda leaf, boxes, held, may_alias: HostShards(held)
-        ),
+        mock.patch.object(placement, "assembled", lambda leaf, boxes, held: HostShards(held)),
     ):
         for result in job.on_each(own):
             if isinstance(result, Exception):

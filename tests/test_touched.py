@@ -143,6 +143,21 @@ def test_masked_ids_and_ids_equal_to_the_row_count_are_padding():
     assert stamped(touched.mark(state, {"emb": np.array([3, ROWS])})) == [0, 3, ROWS - 1]
 
 
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_a_mask_of_the_host_may_be_reused_after_a_mark(by_ids):
+    count = 1 << 22
+    state = touched.init({"emb": jax.ShapeDtypeStruct((count, 1), jnp.float32)})
+    ids = {"emb": jnp.arange(count)}
+    for _ in range(20):
+        mask = np.ones(count, bool)
+        if by_ids:
+            found = touched.mark(state, ids, mask={"emb": mask})
+        else:
+            found = touched.mark_rows(state, {"emb": mask})
+        mask[:] = False
+        assert (np.asarray(found.stamps["emb"]) == 1).all()
+
+
 def test_each_init_draws_an_identity_and_a_traced_one_has_none():
     one, tables = new(), {"emb": jnp.zeros((ROWS, 2))}
     assert int(one.identity) != int(new().identity) != touched.UNKNOWN

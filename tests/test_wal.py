@@ -9,6 +9,7 @@ import errno
 import shutil
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -181,6 +182,11 @@ def grow(run):
     run.touched = touched.grow(run.touched, table)
 
 
+def copy_in_use(root: Path, to: Path) -> None:
+    """Copies the directory of an open manager, without files that it renames meanwhile."""
+    shutil.copytree(root, to, ignore=shutil.ignore_patterns(".*.tmp"))
+
+
 @pytest.mark.parametrize("grows", [True, False], ids=["table", "leaf"])
 @pytest.mark.parametrize("resumed", [True, False])
 def test_points_count_until_a_step_with_other_tables_or_leaves_is_committed(
@@ -203,7 +209,7 @@ def test_points_count_until_a_step_with_other_tables_or_leaves_is_committed(
         with paused_saves(run.root):
             assert run.append().saved is not None
             assert run.append().kind == "full"
-            shutil.copytree(run.root, tmp_path / "killed")
+            copy_in_use(run.root, tmp_path / "killed")
         run.append_durably(1)
     run.restarted()
     assert run.step == durable + 4
@@ -232,7 +238,7 @@ def test_a_save_that_was_not_committed_is_no_damage_to_the_records_above(tmp_pat
             run.append()
             # The same epoch, which began with this save.
             assert verify_root(run.root).intact
-            shutil.copytree(run.root, tmp_path / "killed")
+            copy_in_use(run.root, tmp_path / "killed")
         with pytest.raises(SaveFailed):
             manager.wait_until_finished()
         assert verify_root(run.root).intact
@@ -266,7 +272,7 @@ def test_points_below_a_step_with_other_tables_are_trimmed_like_other_records(tm
             assert run.append().saved is not None
             assert run.append().kind == "full"
             wait_until(lambda: is_noted(run.root))  # The record is written in the background.
-            shutil.copytree(run.root, copies[0])
+            copy_in_use(run.root, copies[0])
         manager.wait_until_finished()
         manager.wait_appended()
         manager.wait_until_finished()
@@ -305,7 +311,7 @@ def test_points_count_if_the_next_epoch_could_not_be_opened_at_first(tmp_path, c
                 disk.fail(call, "^log", errno=errno.ENOSPC, after=after, times=1)
                 run.append()
             assert run.append().kind == "full"
-            shutil.copytree(run.root, tmp_path / "killed")
+            copy_in_use(run.root, tmp_path / "killed")
         manager.wait_until_finished()
         run.append_durably(1)
     newest = run.step

@@ -285,7 +285,7 @@ class StoredLeaves:
         if template is None or isinstance(template, np.ndarray):
             [data] = held.values()
             return data if self._item.fresh else data.copy()
-        return placement.assembled(template, boxes, held, may_alias=self._item.fresh)
+        return placement.assembled(template, boxes, held)
 
     @functools.cached_property
     def _empty(self) -> dict[KeyPath, Callable[[], Any]]:

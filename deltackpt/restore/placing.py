@@ -135,8 +135,8 @@ def _placed(held: Mapping[Box, np.ndarray], template: Leaf) -> Leaf:
     if isinstance(template, (np.ndarray, MemberRows)):
         [(box, buffer)] = held.items()
         return buffer if isinstance(template, np.ndarray) else RestoredMember(buffer, template, box)
-    # The leaf may alias the buffer: it is aligned for that, and nothing writes to it any more.
-    return placement.assembled(template, placement.device_boxes(template), held, may_alias=True)
+    # The buffer is aligned for that: the leaf may alias it.
+    return placement.assembled(template, placement.device_boxes(template), held)
 
 
 def same_tables(merged: RestoredTables, leaves: Mapping[str, Mapping[str, object]]) -> bool:

@@ -84,7 +84,7 @@ class DenseFiles:
     def __init__(self, found: DenseValues, *, fresh: bool = False):
         """Keeps the contents; writes nothing yet.
 
-        They must not be modified; if ``fresh``, no other code reads them, and leaves may alias
+        They must not be modified; if ``fresh``, no other code reads them, and numpy leaves may be
         them.
         """
         self._found, self.fresh = found, fresh

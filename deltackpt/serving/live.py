@@ -77,9 +77,12 @@ class DeviceRows:
         """Transfers all rows; returns the array when they were read."""
         jax = jax_module()
         with neutral():
-            # The rows change in place, so the array must not alias them.
-            array = jax.block_until_ready(jax.device_put(rows, self._sharding, may_alias=False))
-            self.array, self.number = array, number
+            array = jax.device_put(rows, self._sharding)
+            if any(device.platform == "cpu" for device in array.devices()):
+                # jax aliases the rows even with may_alias=False (jax issue 37830); they change in
+                # place.
+                array = jax.numpy.copy(array)
+            self.array, self.number = jax.block_until_ready(array), number
             self._scatter = jax.jit(_set_rows, donate_argnums=0, out_shardings=array.sharding)
         return array
 

@@ -16,7 +16,6 @@ one must therefore be created without a device.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import math
@@ -202,18 +201,18 @@ def _default_device() -> Device:
     return jax.local_devices()[0] if device is None else device
 
 
-def put(value: np.ndarray, leaf: object, *, may_alias: bool = False) -> jax.Array:
+def put(value: np.ndarray, leaf: object) -> jax.Array:
     """Creates a ``jax.Array``, placed like a leaf, from a numpy array that all processes have.
 
-    If ``may_alias``, no other code writes to the value.
+    On a CPU it may alias the value, even with ``may_alias=False`` (jax issue 37830): nothing may
+    write to the value afterwards. jax does not write to it either, even if the array is donated.
     """
     sharding = sharding_of(leaf)
     if sharding is None:
         with on_device_of(leaf):
-            return jax.device_put(value, may_alias=may_alias)
+            return jax.device_put(value)
     if sharding.is_fully_addressable:
-        may_alias = may_alias and len(sharding.device_set) == 1
-        return _laid_out(jax.device_put(value, sharding, may_alias=may_alias), leaf)
+        return _laid_out(jax.device_put(value, sharding), leaf)
     # Its dtype is asked for if this process has no device of it.
     found = jax.make_array_from_callback(
         value.shape, sharding, lambda index: value[index], dtype=value.dtype
@@ -221,25 +220,18 @@ def put(value: np.ndarray, leaf: object, *, may_alias: bool = False) -> jax.Arra
     return _laid_out(found, leaf)
 
 
-def assembled(
-    leaf: Leaf, boxes: Mapping[Any, _Box], held: Mapping[_Box, np.ndarray], *, may_alias: bool
-) -> jax.Array:
+def assembled(leaf: Leaf, boxes: Mapping[Any, _Box], held: Mapping[_Box, np.ndarray]) -> jax.Array:
     """Creates a ``jax.Array`` from pieces in host memory, placed like a leaf and in its shape.
 
-    If ``may_alias``, no other code writes to the pieces. The CPU backend then uses pieces without a
-    copy if only one device holds them; with two devices, donations would overwrite each other's
-    rows.
+    It may alias the pieces; see ``put``.
     """
     sharding = sharding_of(leaf)
     if sharding is None:
         [value] = held.values()
-        return put(value, leaf, may_alias=may_alias)
-    once = {box for box, count in collections.Counter(boxes.values()).items() if count == 1}
+        return put(value, leaf)
     arrays = [
         jax.device_put(
-            held[box],
-            jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
-            may_alias=may_alias and box in once,
+            held[box], jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
         )
         for device, box in boxes.items()
     ]

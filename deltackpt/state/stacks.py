@@ -413,7 +413,7 @@ def assembled(chunks: Sequence[RestoredMember | MemberRows]) -> Leaf:
                     held[box][(rows, *chunk.target.columns)] = found
     if isinstance(leaf, np.ndarray):
         return held[boxes[None]]
-    return placement.assembled(leaf, boxes, held, may_alias=True)
+    return placement.assembled(leaf, boxes, held)
 
 
 class StackedView(NamedTuple):

@@ -221,18 +221,18 @@ def filled(shape: tuple[int, ...], leaf: object, value: int, *, traced: bool) ->
     if traced:
         return jnp.full(shape, value, jnp.int32, device=sharding)
     if sharding is None or len(sharding.device_set) == 1:
-        # The CPU backend may keep it without a copy, for one device: see ``state.placement``.
+        # The CPU backend may keep it without a copy: see ``placement.put``.
         array = host_memory.empty_buffer(shape, np.dtype(np.int32))
         host_memory.populate(array)
         array.fill(value)
-        return placement.put(array, leaf, may_alias=True)
+        return placement.put(array, leaf)
     # Each process creates only its own shards.
     shard = np.full(sharding.shard_shape(shape), value, np.int32)
     return jax.make_array_from_callback(shape, sharding, lambda index: shard, dtype=np.int32)
 
 
 @placement.neutral()
-def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:
+def mark_rows(state: TouchState, rows: Mapping[str, jax.Array | np.ndarray]) -> TouchState:
     """Advances the clock and stamps the rows for which a (rows,) bool mask is True.
 
     Costs O(rows); ``mark`` is cheaper if the ids are known.
@@ -244,6 +244,8 @@ def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:
     stamps = dict(state.stamps)
     for name, mask in rows.items():
         key = key_of("mark_rows", name, stamps)
+        if isinstance(mask, np.ndarray):
+            mask = mask.copy()  # jax may read it later, when the caller has reused it.
         stamps[key] = jnp.where(mask, clock, stamps[key])
     return TouchState(clock, stamps, state.identity)
 
