@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -80,16 +81,16 @@ class SaveEvent:
     rows: int
     total_rows: int
     bytes_written: int
-    ratio: float
-    blocked_secs: float
+    ratio: float = 0.0
+    blocked_secs: float = 0.0
     extract_secs: float
-    room_secs: float
+    room_secs: float = 0.0
     encode_secs: float
     write_secs: float
     digest_secs: float
-    commit_secs: float
-    total_secs: float
-    committed_unix_secs: float
+    commit_secs: float = 0.0
+    total_secs: float = 0.0
+    committed_unix_secs: float = 0.0
     tables: tuple[TableFigures, ...] = ()
     dense_bytes: int = 0
     dense: tuple[LeafFigures, ...] = ()
@@ -195,10 +196,10 @@ class AppendEvent:
     blocked_secs: float
     encode_secs: float
     write_secs: float
-    sync_secs: float
-    durable_secs: float
-    batches_in_sync: int
-    committed_unix_secs: float
+    sync_secs: float = 0.0
+    durable_secs: float = 0.0
+    batches_in_sync: int = 0
+    committed_unix_secs: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -491,53 +492,49 @@ class PrometheusHandler:
             self._receive_save(event)
         elif isinstance(event, RestoreEvent):
             labels = (process, event.source)
-            self._count("restores", labels)
-            self._count("restored_bytes", labels, event.bytes_read)
+            self._add(labels, restores=1, restored_bytes=event.bytes_read)
             self._observe("restore", labels, event, _RESTORE_STAGES)
         elif isinstance(event, UploadEvent):
-            self._count("uploads", (process,))
-            self._count("uploaded_bytes", (process,), event.bytes_sent)
+            self._add((process,), uploads=1, uploaded_bytes=event.bytes_sent)
             self._seconds["upload"].labels(process, "upload").observe(event.seconds)
             self._seconds["upload"].labels(process, "lag").observe(event.lag_secs)
-            self._gauges["last_uploaded_step"].labels(process).set(event.step)
-            self._gauges["waiting_bytes"].labels(process).set(event.waiting_bytes)
+            self._set((process,), last_uploaded_step=event.step, waiting_bytes=event.waiting_bytes)
         elif isinstance(event, AppendEvent):
-            labels = (process, event.kind)
-            self._count("appends", labels)
-            self._count("appended_rows", labels, event.rows)
-            self._count("appended_bytes", labels, event.bytes_written)
+            labels, nbytes = (process, event.kind), event.bytes_written
+            self._add(labels, appends=1, appended_rows=event.rows, appended_bytes=nbytes)
             self._observe("append", labels, event, _APPEND_STAGES)
-            self._gauges["last_appended_step"].labels(*labels).set(event.step)
+            self._set(labels, last_appended_step=event.step)
         else:
             labels = (process, event.operation, event.code)
-            self._count("failures", labels)
-            self._gauges["last_failure_timestamp_seconds"].labels(*labels).set_to_current_time()
+            self._add(labels, failures=1)
+            self._set(labels, last_failure_timestamp_seconds=time.time())
 
     def _receive_save(self, event: SaveEvent) -> None:
-        process = str(event.process)
+        process, written_at = str(event.process), event.committed_unix_secs
         labels = (process, event.kind)
-        self._count("saves", labels)
-        self._count("saved_rows", labels, event.rows)
-        self._count("saved_bytes", labels, event.bytes_written)
+        self._add(labels, saves=1, saved_rows=event.rows, saved_bytes=event.bytes_written)
+        self._add(labels, saved_dense_bytes=event.dense_bytes)
         self._observe("save", labels, event, _SAVE_STAGES)
-        self._gauges["saved_ratio"].labels(*labels).set(event.ratio)
-        self._gauges["last_saved_step"].labels(process).set(event.step)
-        committed = self._gauges["last_commit_timestamp_seconds"]
-        committed.labels(process).set(event.committed_unix_secs)
+        self._set(labels, saved_ratio=event.ratio)
+        self._set((process,), last_saved_step=event.step, last_commit_timestamp_seconds=written_at)
         for figures in event.tables:
             of_table = (process, figures.table, figures.field)
-            self._count("saved_table_bytes", (*of_table, figures.codec), figures.nbytes)
-            self._gauges["relative_error"].labels(*of_table).set(figures.relative_error)
-        self._count("saved_dense_bytes", labels, event.dense_bytes)
+            self._add((*of_table, figures.codec), saved_table_bytes=figures.nbytes)
+            self._set(of_table, relative_error=figures.relative_error)
         for figures in event.dense:
             # A model may have thousands of lossless leaves: too many series.
             if figures.codec != "lossless" or figures.reason:
                 of_leaf = (process, figures.leaf)
-                self._count("saved_leaf_bytes", (*of_leaf, figures.codec), figures.nbytes)
-                self._gauges["leaf_relative_error"].labels(*of_leaf).set(figures.relative_error)
+                self._add((*of_leaf, figures.codec), saved_leaf_bytes=figures.nbytes)
+                self._set(of_leaf, leaf_relative_error=figures.relative_error)
 
-    def _count(self, name: str, labels: tuple[str, ...], amount: int = 1) -> None:
-        self._counters[name].labels(*labels).inc(amount)
+    def _add(self, labels: tuple[str, ...], **amounts: int) -> None:
+        for name, amount in amounts.items():
+            self._counters[name].labels(*labels).inc(amount)
+
+    def _set(self, labels: tuple[str, ...], **values: float) -> None:
+        for name, value in values.items():
+            self._gauges[name].labels(*labels).set(value)
 
     def _observe(
         self, name: str, labels: tuple[str, ...], event: Event, stages: Iterable[str]

@@ -37,13 +37,11 @@ from deltackpt.handlers.items import Handlers, Items, json_args, sorted_handlers
 from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
-from deltackpt.options import ManagerOptions, WalOptions, WhenBusy
-from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved, SaveReport
+from deltackpt.options import ManagerOptions, WalOptions
+from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved
 from deltackpt.policies import Decision
 from deltackpt.save import exits, pending_save
-from deltackpt.save.pending_save import Embeddings
 from deltackpt.save.tracking_audit import TrackingVerifier
-from deltackpt.session import save_call
 from deltackpt.session.run import Run, check_arguments, refuse
 from deltackpt.session.save_call import Failure, SaveArguments
 from deltackpt.session.saving import Saver
@@ -309,8 +307,7 @@ class CheckpointManager:
         """Returns whether ``save()`` would save this step. Process 0 decides for all processes."""
         with self._use(writing=True):
             step = _as_step(step)
-            flight, preempted = self._saver.in_flight, self.reached_preemption
-            return save_call.should_save(self._run, step, flight, metrics, preempted)
+            return self._saver.should_save(step, metrics, self.reached_preemption)
 
     def save_if_due(
         self,
@@ -340,25 +337,19 @@ class CheckpointManager:
           SaveFailed, FencedError, OptionError: as for ``save``.
         """
         _refuse_orbax_args(state, "save_if_due(step, state)")
-        step = _as_step(step)
+        started, step = time.perf_counter(), _as_step(step)
         with self._use():
             preempted = self.reached_preemption(step)
             if not preempted and (self._saver.due is None or self._saver.all_busy()):
                 return None
             arguments = SaveArguments(touched, items, metrics, force_base, custom_metadata)
             try:
-                return self._save(step, state, arguments, "wait")
+                with self._use(writing=True):
+                    return self._saver.save(step, state, arguments, "wait", started)
             finally:
                 if preempted:
                     # Also if an earlier save failed: this one was made nevertheless.
                     self.wait_until_finished()
-
-    def _save(
-        self, step: int, state: PyTree, arguments: SaveArguments, when_busy: WhenBusy
-    ) -> Saved:
-        started = time.perf_counter()
-        with self._use(writing=True):
-            return self._saver.save(step, state, arguments, when_busy, started)
 
     def next_save(self, state: PyTree, *, touched: TouchState | None = None) -> Decision:
         """Returns whether the next save would be a base or a delta, and why; changes nothing."""
@@ -398,7 +389,7 @@ class CheckpointManager:
                     "verify_tracking: expected a TouchState, found none, so fingerprints check "
                     "every row; pass touched= or keep the TouchState in the state"
                 )
-            marks = Embeddings(split=split, touched=touched).marks
+            marks = pending_save.marks_of(split, touched)
             if marks:
                 match_marks(marks, split.layout)  # Its error makes no row doubtful.
             try:
@@ -423,14 +414,14 @@ class CheckpointManager:
             return coordination.reached_preemption(step)
         return self._termination.announced(step) or coordination.reached_preemption(step)
 
-    def wait_until_finished(self) -> list[SaveReport]:
+    def wait_until_finished(self) -> list[events.SaveEvent]:
         """Waits until every save is committed with the durability of ``options.writes.durability``.
 
         For a bucket, waits until every save has reached the tier that ``Tiers.wait_for`` sets. With
         ``"remote"``, it also waits until every ``delete()`` is done there.
 
         Returns:
-          Reports of the saves committed since the last call, at most the newest thousand.
+          Events of the saves committed since the last call, at most the newest thousand.
 
         Raises:
           SaveFailed: a save failed in the background.
@@ -544,7 +535,9 @@ class CheckpointManager:
                 return found
             given = json_args(record_batch.as_json(items))
             arguments = SaveArguments(touched=touched, items=given, ids=ids)
-            saved = self._saved_by_append = self._save(step, state, arguments, "wait")
+            saving = time.perf_counter()
+            saved = self._saver.save(step, state, arguments, "wait", saving)
+            self._saved_by_append = saved
             return Appended(
                 step=step,
                 kind=None,

@@ -13,7 +13,6 @@ import numpy as np
 from deltackpt.errors import RestoreError, ServiceError
 from deltackpt.format.manifest import Kind
 from deltackpt.format.naming import PyTree
-from deltackpt.save.pending_save import SaveReport as SaveReport
 from deltackpt.state.touch_state import TouchState
 from deltackpt.units import count, size
 

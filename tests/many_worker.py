@@ -483,10 +483,9 @@ class Worker:
         return {
             "reports": [
                 {
-                    "step": report.intent.save_id.step,
-                    "run": report.intent.save_id.run,
-                    "kind": report.intent.kind,
-                    "reason": report.intent.reason,
+                    "step": report.step,
+                    "kind": report.kind,
+                    "reason": report.reason,
                     "rows": report.rows,
                     "bytes": report.bytes_written,
                     "tables": {

@@ -29,6 +29,7 @@ from test_exits import opened
 
 import deltackpt
 from deltackpt import errors, events, serving
+from deltackpt.format.records import IdentityCache
 from deltackpt.ledger.directory import Root
 from deltackpt.nodes.blobs import MemoryBlobs
 from deltackpt.nodes.server import NodeServer, Tokens
@@ -636,11 +637,6 @@ def test_an_endpoint_of_google_must_be_in_the_environment(monkeypatch):
 def test_layouts_of_dense_leaves_are_cached_for_concurrent_threads():
     """Plans more structures than are cached, while another thread evicts one."""
 
-    def plans() -> Iterator[None]:
-        for number in range(2 * dense_layout._REMEMBERED):
-            dense_layout.plan({f"leaf{number}": np.zeros(2, np.float32)}, process=0)
-            yield
-
     class Crossing(dict[Any, Any]):
         """Lets another thread plan while one looks for the oldest."""
 
@@ -653,6 +649,8 @@ def test_layouts_of_dense_leaves_are_cached_for_concurrent_threads():
             thread.join(0.1)
             return found
 
-    with mock.patch.object(dense_layout, "_outlines", Crossing()):
-        for _ in plans():
-            pass
+    cache = IdentityCache(4)
+    cache._known = Crossing()
+    with mock.patch.object(dense_layout, "_outlines", cache):
+        for number in range(8):
+            dense_layout.plan({f"leaf{number}": np.zeros(2, np.float32)}, process=0)

@@ -421,8 +421,8 @@ def test_extents_of_another_remote_directory_are_refused_although_peers_hold_sav
         replicas = LocalReplicas(cast(Any, None), cast(Any, None), file)
         replicas.peers = cast(PeerTier, _Peers(trained.good))
         with pytest.raises(OptionError, match=r"Tiers\.extents.*found saves of s3://elsewhere"):
-            replicas.manifests(body["root"], 1)
+            replicas.manifests(body["root"])
         # One of the directory's own: the other is left where it is.
         file.put(trained.good[0])
         with pytest.warns(UserWarning, match="left where it is"):
-            assert len(replicas.manifests(body["root"], 1)) == 2
+            assert len(replicas.manifests(body["root"])) == 2

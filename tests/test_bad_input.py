@@ -254,7 +254,7 @@ def test_an_integer_of_any_kind_is_a_step(tmp_path, kind):
         [report] = saver.wait_until_finished()
         restored = saver.restore(kind(7), state)
         assert saver.save_if_due(kind(8), state) is None
-    for step in (saved.step, report.intent.save_id.step, restored.step, *restored.chain):
+    for step in (saved.step, report.step, restored.step, *restored.chain):
         assert type(step) is int and step == 7
     assert inspect.open(tmp_path).at(kind(7)).step == 7
 

@@ -32,7 +32,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.row_blocks import DenseBlocks
 from deltackpt.reading import stored_saves
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save.block_codes import HASHED_BYTES, Hashes, Left, References
+from deltackpt.save.block_codes import HASHED_BYTES, DenseReference, Hashes, References
 
 P = jax.sharding.PartitionSpec
 EXACT = deltackpt.Dense(deltas="blocks")
@@ -380,9 +380,9 @@ def test_the_reference_of_a_save_that_is_restored_again_is_given_back():
             kept = memory.allocate((1024, 256), np.dtype(np.float32))
             shared = memory.allocate((1024, 256), np.dtype(np.float32))
             for _ in range(2):
-                references.stage(save_id, Left({"a": kept, "b": shared}, {}, {}))
+                references.stage(save_id, DenseReference({"a": kept, "b": shared}, {}, {}))
             assert len(memory._lent) == 2
-            references.stage(save_id, Left({"b": shared}, {}, {}))
+            references.stage(save_id, DenseReference({"b": shared}, {}, {}))
             assert len(memory._lent) == 1
         references.failed(save_id)
         assert not memory._lent

@@ -74,15 +74,18 @@ def continued(root: Path, step: int, job: Job, topology: Topology) -> Run:
     chain = chains.read_chain(root / str(step))
     new = lineage.new_run()
     reading = lineage.Reading("", int(run.touched.identity), 0)
+    clocks = lineage.Clocks(readings=(reading,))
     for own in run.lineages:
-        own.adopt(
-            chain[-1].info,
-            root / str(step),
-            chain[-1].layout,
-            sizes=[save.info.nbytes for save in chain],
-            clocks=lineage.Clocks(readings=(reading,)),
-            run=new,
+        known = lineage.Known(
+            info=chain[-1].info,
+            path=root / str(step),
+            clocks=clocks,
+            layout=chain[-1].layout,
+            settled=clocks,
+            total_bytes=sum(save.info.nbytes for save in chain),
+            chain_length=len(chain) - 1,
         )
+        own.adopt(known, base_bytes=chain[0].info.nbytes, run=new)
     return run
 
 

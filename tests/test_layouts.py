@@ -119,7 +119,7 @@ def test_tables_with_stamps_in_two_touch_states_are_tracked_one_by_one(tmp_path)
         moved_twice, second = moved(moved_once, second, jnp.array([9]))
         manager.save(1, {**moved_twice, "marks": first}, touched=second)
         [_, report] = manager.wait_until_finished()
-        assert (report.intent.kind, report.rows) == ("delta", 4)
+        assert (report.kind, report.rows) == ("delta", 4)
         model.assert_same(manager.restore(1, moved_twice).state, moved_twice)
 
 

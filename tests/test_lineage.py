@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.policies import Consecutive, OneShot
-from deltackpt.save.branch import Clocks, Reading
+from deltackpt.save.branch import Clocks, Known, Reading, settled
 from deltackpt.save.lineage import Lineage
 
 LAYOUT = made_up_saves.layout()
@@ -128,7 +128,6 @@ def test_a_base_reports_its_reason(trainer):
     trainer.save(1)
     asked = trainer.lineage.next
     for clocks, options, reason in (
-        (at(2), {"force_base": True}, "requested by the caller"),
         (Clocks(), {}, "no TouchState was given"),
         (at(2), {"layout": made_up_saves.layout(50)}, "the tables differ from the parent's"),
         (at(2, identity=8), {}, "is unrelated to the save of step 1"),
@@ -138,6 +137,7 @@ def test_a_base_reports_its_reason(trainer):
         decision = asked(clocks=clocks, **({"layout": LAYOUT} | options))
         assert decision.kind == "base" and reason in decision.reason
     assert asked(clocks=at(2), layout=LAYOUT).parent == "base"
+    assert "requested by the caller" in trainer.begin(2, force_base=True).reason
 
 
 def test_a_missing_touch_state_makes_a_base(trainer):
@@ -240,14 +240,16 @@ def restored(trainer: Trainer, intent, clocks: Clocks) -> None:
         step_dir=str(intent.save_id.step),
         nbytes=160,
     )
-    trainer.lineage.adopt(
-        info,
-        trainer.root / info.step_dir,
-        LAYOUT,
-        sizes=(1600, 160),
+    known = Known(
+        info=info,
+        path=trainer.root / info.step_dir,
         clocks=clocks,
-        restores=intent.restores,
+        layout=LAYOUT,
+        settled=settled(clocks, None),
+        total_bytes=1760,
+        chain_length=1,
     )
+    trainer.lineage.adopt(known, base_bytes=1600, restores=intent.restores)
 
 
 def test_a_restored_step_is_the_parent_of_a_new_run(trainer):

@@ -120,7 +120,7 @@ def test_a_busy_writer_is_waited_for_by_default(tmp_path, state, marks):
         threading.Timer(0.2, held.release).start()
         state, marks = model.train(state, marks, 1)
         assert saver.save(2, state, touched=marks).kind == "delta"
-        assert [report.intent.save_id.step for report in saver.wait_until_finished()] == [1, 2]
+        assert [report.step for report in saver.wait_until_finished()] == [1, 2]
 
 
 def test_a_wait_has_a_limit_and_the_save_continues(tmp_path, state, marks):

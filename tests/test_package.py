@@ -154,6 +154,8 @@ SMALL_MODULES = {
     # A local directory has no journal, and needs only the other one.
     "ledger/bucket_steps.py",
     "ledger/opening.py",
+    # What the manager and the saver share.
+    "session/save_call.py",
     # A manager without a WAL imports nothing else of the WAL.
     "wal/ended.py",
     # `doctor` shows directories even if a dependency of the stores is missing.

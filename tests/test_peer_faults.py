@@ -29,6 +29,7 @@ from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.peer_push import Pusher
 from deltackpt.tiers.peers import PeerTier
 from deltackpt.tiers.staging import StagingDir, TierProgress, key_of
+from deltackpt.tiers.uploader import Uploader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -267,6 +268,29 @@ def test_rolled_back_steps_that_are_still_remote_are_ignored_on_another_node(nod
     one.peers_run(2, start=1)  # Acknowledged: at the peers.
     one.lose()
     other.peers_resumed(2, like=one)
+
+
+def test_rolled_back_saves_on_peers_do_not_replace_later_uploaded_ones(node, cluster, alone):
+    cluster(2)
+    one, other = node(), node()
+
+    def upload() -> None:
+        uploader = Uploader(one.stage)
+        while uploader.step():
+            pass
+
+    with one.manager(wait_for="staging") as manager:
+        one.saves(manager, 0, 1)
+        upload()
+        one.saves(manager, 2, 3)
+        push(one)
+        one.restore(manager, 1)
+        one.saves(manager, 2)
+        upload()
+        # The node is lost before its peers have dropped what was rolled back.
+    one.lose()
+    assert other.root() == [0, 1, 2]
+    other.resumed(2, [0, 1, 2], like=one, wait_for="staging")
 
 
 def unanswered(cluster, name: str, address: str) -> None:

@@ -110,8 +110,27 @@ class History:
         self.at_root = self.drawn.randint(self.at_root, len(self.line))
 
     def state(self) -> State:
-        entry = types.SimpleNamespace(claims=tuple(self.claims))
-        return State(_as_entry(entry))
+        root = {*self.line[: self.at_root]}
+        moments = [one.lineage.moment for one in self.packs if one.save_id in root]
+        claims = (
+            dataclasses.replace(
+                one,
+                generations=max(
+                    (generation + 1 for epoch, generation in moments if epoch == one.lease.epoch),
+                    default=0,
+                ),
+            )
+            for one in self.claims
+        )
+        return State(_as_entry(types.SimpleNamespace(claims=tuple(claims))))
+
+    def traces(self, packs: list[BundleManifest]) -> set[tuple[int, int]]:
+        """The moments that some bundles and the journal name."""
+        found = {one.lineage.moment for one in packs}
+        for claim in self.state().entry.claims:
+            if claim.began:
+                found.add((claim.lease.epoch, max(0, claim.generations - 1)))
+        return found & self.lines.keys()
 
     def waiting(self) -> list[BundleManifest]:
         root = {*self.line[: self.at_root]}
@@ -138,9 +157,7 @@ def test_saves_that_training_builds_on_are_recovered_and_no_others(steps, seed):
     counting = current(packs, history.state(), lines_of(packs))
     # Expected: the saves behind the newest moment of which a save or a claim is left.
     if packs:
-        traces = {one.lineage.moment for one in packs} & history.lines.keys()
-        traces |= {(one.lease.epoch, 0) for one in history.claims if one.began}
-        newest = max(moment for moment in traces if moment in history.lines)
+        newest = max(history.traces(packs))
         expected = {*history.lines[newest]} & {one.save_id for one in packs}
         assert counting == expected
 
@@ -154,11 +171,8 @@ def test_lost_bundles_never_revive_abandoned_saves(steps, seed, lost):
     drawn = random.Random(lost)
     packs = [one for one in history.waiting() if drawn.random() < 0.7]
     counting = current(packs, history.state(), lines_of(packs))
-    traces = [one.lineage.moment for one in packs]
-    traces += [(one.lease.epoch, 0) for one in history.claims if one.began]
-    if traces:
-        line = history.lines[max(moment for moment in traces if moment in history.lines)]
-        assert counting <= {*line}
+    if traces := history.traces(packs):
+        assert counting <= {*history.lines[max(traces)]}
 
 
 def current(packs: list[BundleManifest], state: State, lines: list[RunLineage]) -> set[SaveId]:
@@ -236,3 +250,7 @@ def test_rolled_back_steps_at_the_root_are_named():
     after = RunLineage(run="old", epoch=1, holder="somebody", generation=2, ancestors={"new": 1})
     assert startup.unfinished_rollback([pack], state, [pack.lineage, after]) == ()
     assert startup.unfinished_rollback([], state, []) == ()
+    # Uploads of the run, or of a later one, follow its rollback.
+    uploaded = dataclasses.replace(state.entry.claims[0], generations=2)
+    state = State(dataclasses.replace(state.entry, claims=(uploaded,)))
+    assert startup.unfinished_rollback([pack], state, [pack.lineage]) == ()

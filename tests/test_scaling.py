@@ -19,7 +19,7 @@ from deltackpt.layers.targets import Targets, empty_buffers
 from deltackpt.reading import stored_saves
 from deltackpt.restore import placing
 from deltackpt.save import lineage, pending_save
-from deltackpt.save.pending_save import Embeddings, PipelineOptions
+from deltackpt.save.pending_save import Embeddings
 from deltackpt.state import tables
 
 ROWS, WIDTH = 64, 4
@@ -73,14 +73,14 @@ def save(root: Path, processes: int, count: int) -> None:
                     split=split,
                     touched=touched,
                     lineage=lineages[index],
-                    options=PipelineOptions(fsync=False),
+                    fsync=False,
                     runtime=RUNTIME,
                 )
                 with job.lock:
                     pending = pending_save.capture(embeddings, step, root / str(step))
                 pending.wait_copied()
                 pending.write_alone(item, Coordinator(str(root), 60.0))
-                return pending.report
+                return pending.event
 
             for result in job.on_each(shard):
                 assert not isinstance(result, Exception), result

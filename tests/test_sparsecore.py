@@ -416,7 +416,7 @@ def test_training_continues_on_another_topology_with_deltas(tmp_path):
             model = dataclasses.replace(model, touched=restored.touched).trained(step)
             manager.save(step, target.state(model), touched=model.touched)
             [report] = manager.wait_until_finished()
-            assert report.intent.kind == "delta"
+            assert report.kind == "delta"
 
 
 def test_a_base_holds_plain_tables_that_any_zarr_reader_opens(tmp_path):
@@ -489,7 +489,7 @@ def test_an_orbax_checkpoint_of_stacked_arrays_is_imported_and_restored_elsewher
         after = dataclasses.replace(model, touched=restored.touched).trained(1)
         manager.save(8, target.state(after), touched=after.touched)
         [report] = manager.wait_until_finished()
-        assert (report.intent.kind, report.rows) == ("delta", moved_rows(model, after))
+        assert (report.kind, report.rows) == ("delta", moved_rows(model, after))
 
 
 @pytest.mark.parametrize(
@@ -608,7 +608,7 @@ def test_without_marks_fingerprints_find_the_rows(tmp_path):
         after = model.trained(1)
         manager.save(1, topology.state(after))
         [_, report] = manager.wait_until_finished()
-        assert (report.intent.kind, report.rows) == ("delta", moved_rows(model, after))
+        assert (report.kind, report.rows) == ("delta", moved_rows(model, after))
         assert_holds(manager.restore(1, template(topology)).state, after, topology)
 
 
@@ -674,14 +674,14 @@ def save_on_each(job: Job, root, step: int, topology: Topology, model: Model, li
             split=split,
             touched=model.touched,
             lineage=lineages[index],
-            options=pending_save.PipelineOptions(fsync=False),
+            fsync=False,
             runtime=runtime(),
         )
         with job.lock:  # Real processes do not share jax objects.
             pending = pending_save.capture(embeddings, step, root / str(step))
         pending.wait_copied()
         pending.write_alone(item, coordination.Coordinator(str(root), 300.0))
-        return pending.report
+        return pending.event
 
     found = job.on_each(chunk)
     for result in found:
@@ -726,7 +726,7 @@ def test_any_processes_restore_what_any_others_saved(
         lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
         for step in range(3):
             found = save_on_each(job, root, step, save, model, lineages)
-            assert {report.intent.kind for report in found} == {"delta" if step else "base"}
+            assert {report.kind for report in found} == {"delta" if step else "base"}
             rows = sum(one.rows for one in MEMBERS.values())
             changed = moved_rows(models[-1], model) if models else rows
             assert sum(report.rows for report in found) == changed

@@ -340,7 +340,7 @@ def test_fingerprints_find_the_marked_rows(manager_of):
         for manager in managers:
             manager.save(number, state)
             [report] = manager.wait_until_finished()
-            written.append((report.intent.kind, report.rows))
+            written.append((report.kind, report.rows))
     # Two words, two sentinels, the end, and the padding, from which the decoder starts.
     assert written == [("base", SIZES.rows)] * 2 + [("delta", 6)] * 4
     for manager in managers:

@@ -8,6 +8,7 @@ an ordinary run. It compares the restored state bit for bit with the one given t
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import warnings
 from typing import Any
@@ -299,6 +300,22 @@ def test_touch_states_of_tables_in_two_groups_are_read(tmp_path):
         assert manager.save(1, state, touched=given).kind == "delta"
         assert manager.wait_until_finished()[-1].rows == 3
     assert_restores(tmp_path, {1: state}, tables)
+
+
+def test_saves_that_nobody_waits_for_keep_no_samples_in_memory(tmp_path):
+    """A loop may never wait, and the manager keeps what a wait would return of a thousand saves."""
+
+    def samples() -> int:
+        return sum(isinstance(one, tracking_audit.Sample) for one in gc.get_objects())
+
+    run = Run(tmp_path)
+    with run.open():
+        for _ in range(4):
+            run.save(wait=False)
+        few = samples()
+        for _ in range(12):
+            run.save(wait=False)
+        assert 0 < samples() <= 2 * few
 
 
 def test_a_touch_state_that_is_no_longer_given_makes_the_save_a_base(tmp_path):

@@ -537,6 +537,7 @@ def test_a_standby_follows_the_records_and_the_next_run(cluster, run, tmp_path, 
                 run.resume()
             else:
                 moves()
+            run.manager.recovery_points()  # Waits until trimming has ended.
             for one in followers:
                 one.advance()
                 assert one.health == "follows"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
     from deltackpt.restore.placing import AbstractEmbeddings
-    from deltackpt.save.pending_save import Embeddings, PipelineOptions
+    from deltackpt.save.pending_save import Embeddings
     from deltackpt.state.tables import split
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "DeltaRestore",
     "DeltaSave",
     "Embeddings",
-    "PipelineOptions",
     "split",
 ]
 # Imported lazily: these modules import one another.
@@ -38,7 +37,6 @@ __getattr__ = attributes(
         "DeltaRestore": ".v0",
         "DeltaSave": ".v0",
         "Embeddings": "deltackpt.save.pending_save",
-        "PipelineOptions": "deltackpt.save.pending_save",
         "split": "deltackpt.state.tables",
     },
 )

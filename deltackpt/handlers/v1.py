@@ -31,7 +31,7 @@ from deltackpt.state import placement
 @placement.neutral()
 def started(embeddings: Embeddings, item_dir: Path) -> tuple[PendingSave, Coordinator]:
     """Captures the rows: the blocking half of a save without deltackpt's manager."""
-    root, secs = str(item_dir.parent.parent), embeddings.options.processes_secs
+    root, secs = str(item_dir.parent.parent), embeddings.processes_secs
     coordinator = Coordinator(root, secs)
     if embeddings.lineage is None:
         run = coordinator.join("starting a save")

@@ -49,30 +49,6 @@ else:  # Listing a directory needs none of them.
 StaysFor = Literal["policy", "chain", "nothing"]
 
 
-def _stays_for(root: Steps) -> dict[int, StaysFor]:
-    """Returns the reason why each step is kept, ascending; omits steps whose reason is unknown."""
-    # Unknown are all steps without a recorded policy, else those newer than the record and those
-    # that an unreadable chain might need.
-    note = directory.read_kept(root.store_path)
-    if note is None:
-        return {}
-    infos = dict(sorted(root.saves().items()))
-    decided = [step for step in infos if step <= note.newest]
-    wanted = set(note.steps)
-    found: dict[int, StaysFor] = {step: "policy" for step in decided if step in wanted}
-    known = {step: info for step, info in infos.items() if info is not None}
-    if len(known) < len(infos):
-        return found
-    # Newer steps are not decided yet, and the next save continues from the newest.
-    stand = [known[step].save_id for step in known if step in wanted or step > note.newest]
-    stand += [known[step].save_id for step in [*known][-1:]]
-    live = chain.live_set(stand, known.values(), (), root.compacted())
-    for step in decided:
-        if step not in wanted:
-            found[step] = "chain" if known[step].save_id in live else "nothing"
-    return dict(sorted(found.items()))
-
-
 #: Attempts to read a history while a trainer replaces steps.
 _MOST_TRIES = 3
 
@@ -182,7 +158,26 @@ class Checkpoints:
           Step to ``"policy"``, ``"chain"``, or ``"nothing"`` if the next cleanup removes it.
           Steps whose reason is unknown are omitted: all steps if no policy is recorded.
         """
-        return _stays_for(self._root)
+        # Unknown are all steps without a recorded policy, else those that are newer than the record
+        # or that an unreadable chain might need.
+        note = directory.read_kept(self._root.store_path)
+        if note is None:
+            return {}
+        infos = dict(sorted(self._root.saves().items()))
+        decided = [step for step in infos if step <= note.newest]
+        wanted = set(note.steps)
+        found: dict[int, StaysFor] = {step: "policy" for step in decided if step in wanted}
+        known = {step: info for step, info in infos.items() if info is not None}
+        if len(known) < len(infos):
+            return found
+        # Newer steps are not decided yet, and the next save continues from the newest.
+        stand = [known[step].save_id for step in known if step in wanted or step > note.newest]
+        stand += [known[step].save_id for step in [*known][-1:]]
+        live = chain.live_set(stand, known.values(), (), self._root.compacted())
+        for step in decided:
+            if step not in wanted:
+                found[step] = "chain" if known[step].save_id in live else "nothing"
+        return dict(sorted(found.items()))
 
     @property
     def wal(self) -> Wal:

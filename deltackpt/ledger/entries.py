@@ -150,6 +150,9 @@ class LeaseClaim:
     lease: Lease
     began: bool = False  # whether training began under it; otherwise it supersedes no save
     resumed_from: SaveId | None = None  # None if it started from scratch
+    #: One more than the rollbacks under it that preceded the newest committed save made under it; 0
+    #: if no save made under it was committed.
+    generations: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,15 +261,27 @@ class State:
         logs = (one.prefix for one in self.entry.logs)
         return frozenset(one.prefix for one in every).union(logs)
 
-    def with_committed(self, added: CatalogEntry) -> Entry:
-        """Returns the entry after the commit of a unit, which replaces an earlier upload."""
+    def with_committed(self, added: CatalogEntry, moment: tuple[int, int] | None = None) -> Entry:
+        """Returns the entry after the commit of a unit, which replaces an earlier upload.
+
+        ``moment`` is the epoch of the claim under which a step's run began, and the number of
+        rollbacks under that claim before.
+        """
         every = {**self.catalog, added.object_key: added}
+        epoch, generation = moment or (0, 0)
+        claims = (
+            dataclasses.replace(one, generations=max(one.generations, generation + 1))
+            if one.lease.epoch == epoch
+            else one
+            for one in self.entry.claims
+        )
         committed = dict(self.entry.committed)
         if added.item is None:
             run, attempt = added.save_id.run, added.save_id.attempt
             committed[run] = max(attempt, committed.pop(run, -1))
         return dataclasses.replace(
             self.entry,
+            claims=tuple(claims),
             catalog=tuple(sorted(every.values(), key=lambda one: (one.step, one.item or ""))),
             committed=dict([*committed.items()][-MOST_RUNS:]),
         )

@@ -248,15 +248,20 @@ class Journal(JournalView):
         return entries.prefix_of(unit, epoch, token or uuid.uuid4().hex[:12])
 
     def commit(
-        self, added: CatalogEntry, *, alone: bool = False, replace: bool = False
+        self,
+        added: CatalogEntry,
+        *,
+        moment: tuple[int, int] | None = None,
+        alone: bool = False,
+        replace: bool = False,
     ) -> CatalogEntry:
         """Makes a step or a base visible after its files were uploaded; returns its record.
 
-        The record is that of another upload if it came first. ``alone`` allows a base without its
-        step, as in a copy; ``replace`` replaces an earlier upload of the same save. Raises
-        FencedError (nothing becomes visible), BrokenChain (the parent, or a base's step, was
-        removed) or TargetDiffers (another save has the name); after a StorageError, the next call
-        determines the outcome.
+        The record is that of another upload if it came first. ``moment`` is as for
+        ``State.with_committed``. ``alone`` allows a base without its step, as in a copy;
+        ``replace`` replaces an earlier upload of the same save. Raises FencedError (nothing becomes
+        visible), BrokenChain (the parent, or a base's step, was removed) or TargetDiffers (another
+        save has the name); after a StorageError, the next call determines the outcome.
         """
         unit, save_id = added.object_key, added.save_id
 
@@ -273,7 +278,7 @@ class Journal(JournalView):
                 )
             elif not replace or there.prefix == added.prefix:
                 return None
-            return state.with_committed(added)
+            return state.with_committed(added, moment)
 
         state = self._change_own(change, added.prefix)
         return state.catalog.get(unit, added)

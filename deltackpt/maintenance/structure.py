@@ -62,7 +62,7 @@ def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tupl
     for shard, record in zip(head.shards, records, strict=False):
         name = naming.manifest_name(shard.process)
         if record.process != shard.process:
-            yield name, f"the dense_shard of process {shard.process}", f"that of {record.process}"
+            yield name, f"the shard of process {shard.process}", f"that of {record.process}"
         if shard.nbytes != (own := _own_bytes(record)):
             yield name, f"{shard.nbytes} bytes of arrays as in the index", f"{own}"
         if shard.covers != record.covers:

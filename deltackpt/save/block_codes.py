@@ -65,7 +65,7 @@ class Hashes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Left:
+class DenseReference:
     """Data that a save keeps for its deltas."""
 
     #: The decoded values that fit into the memory.
@@ -85,31 +85,36 @@ class References:
         self._hashed = hashed
         #: Memory of the references, and of the copies of saves in flight.
         self.runtime = runtime.with_memory(2 * most_bytes)
-        self._lock = threading.Lock()
-        self._kept: dict[SaveId, Left] = {}
+        self._lock = threading.RLock()
+        self._kept: dict[SaveId, DenseReference] = {}
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of all kept arrays, each counted once, without hashes."""
         with self._lock:
-            return self._kept_bytes()
+            held = {
+                id(one): one.nbytes for kept in self._kept.values() for one in kept.data.values()
+            }
+        return sum(held.values())
 
     def copied(self, nbytes: int) -> None:
         """Keeps memory for the next save's copies and their decoded values."""
         # Buffers are up to a fourth larger than their contents.
         self.runtime.memory.max_kept_bytes = nbytes * 5 // 4
 
-    def of(self, save_id: SaveId | None) -> Left:
+    def of(self, save_id: SaveId | None) -> DenseReference:
         """Returns a save's reference; empty if it has none."""
         with self._lock:
-            return Left() if save_id is None else self._kept.get(save_id, Left())
+            return (
+                DenseReference() if save_id is None else self._kept.get(save_id, DenseReference())
+            )
 
-    def stage(self, save_id: SaveId, left: Left) -> None:
+    def stage(self, save_id: SaveId, reference: DenseReference) -> None:
         """Keeps the reference of a save that is not committed yet."""
         with self._lock:
             # The reference of a save that was restored again is replaced.
-            dropped = self._kept.get(save_id, Left())
-            self._kept[save_id] = left
+            dropped = self._kept.get(save_id, DenseReference())
+            self._kept[save_id] = reference
         self.release(dropped.data.values())
 
     def committed(self, save_id: SaveId, parent: SaveId) -> None:
@@ -117,38 +122,32 @@ class References:
         with self._lock:
             chosen = parent if parent in self._kept else save_id
             dropped = [self._kept.pop(other) for other in self._kept.keys() - {chosen}]
-            if chosen in self._kept and self._kept_bytes() > self._most_bytes:
+            if chosen in self._kept and self.nbytes > self._most_bytes:
                 dropped.append(self._kept[chosen])
                 self._kept[chosen] = self._fitting(self._kept[chosen])
-        self.release(data for left in dropped for data in left.data.values())
+        self.release(data for one in dropped for data in one.data.values())
 
     def failed(self, save_id: SaveId) -> None:
         """Drops the reference that a failed save has staged. Idempotent."""
         with self._lock:
-            dropped = self._kept.pop(save_id, Left())
+            dropped = self._kept.pop(save_id, DenseReference())
         self.release(dropped.data.values())
 
     def release(self, copies: Iterable[Array]) -> None:
         """Releases copies that no save keeps."""
         with self._lock:
-            kept = {id(data) for left in self._kept.values() for data in left.data.values()}
+            kept = {id(data) for one in self._kept.values() for data in one.data.values()}
             self.runtime.memory.give_back(data for data in copies if id(data) not in kept)
 
-    def _fitting(self, left: Left) -> Left:
+    def _fitting(self, reference: DenseReference) -> DenseReference:
         """Returns as much as there is room for, in the order of the leaves; hashes of the rest."""
-        data, hashes, room = {}, dict(left.hashes), self._most_bytes
-        for key, found in left.data.items():
+        data, hashes, room = {}, dict(reference.hashes), self._most_bytes
+        for key, found in reference.data.items():
             if found.nbytes <= room:
                 data[key], room = found, room - found.nbytes
             elif self._hashed and found.ndim == 2:
                 hashes[key] = Hashes.from_bytes(np.asarray(found))
-        return Left(data, left.counts, hashes)
-
-    def _kept_bytes(self) -> int:
-        held = {
-            id(data): data.nbytes for left in self._kept.values() for data in left.data.values()
-        }
-        return sum(held.values())
+        return DenseReference(data, reference.counts, hashes)
 
 
 #: Leaves of at least this size are decoded in memory that is reused: filling fresh memory takes as

@@ -14,7 +14,6 @@ import base64
 import dataclasses
 import json
 import math
-import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -168,22 +167,11 @@ def covered(leaf: Leaf) -> str | None:
 def plan(tree: PyTree, process: int = 0) -> Plan:
     """Plans the values that a process writes, all ``covered``; cached by their shardings."""
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_leaf)
-    key = (process, structure, tuple(map(_kind, leaves)))
-    with _outlines_lock:
-        found = _outlines.get(key)
-    if found is None:
-        found = _outline(tree, process)
-        with _outlines_lock:
-            while len(_outlines) >= _REMEMBERED:
-                _outlines.pop(next(iter(_outlines)))
-            _outlines[key] = found
-    return found.of(leaves)
+    key = (process, structure, *map(_kind, leaves))
+    return _outlines.get(lambda: _outline(tree, process), rest=key).of(leaves)
 
 
-#: States of so many structures are planned once each, for all managers and stateless handlers.
-_REMEMBERED = 16
-_outlines: dict[Hashable, Plan] = {}
-_outlines_lock = threading.Lock()
+_outlines: IdentityCache[Plan] = IdentityCache(16)
 
 
 def _kind(leaf: object) -> Hashable:

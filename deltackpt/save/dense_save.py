@@ -50,7 +50,7 @@ from deltackpt.storage.shard_writer import SegmentSink
 if TYPE_CHECKING:
     from deltackpt.codecs import block_codecs
     from deltackpt.save import block_codes, device_blocks
-    from deltackpt.save.block_codes import Array, EncodedBlocks, LeafDelta, Left
+    from deltackpt.save.block_codes import Array, DenseReference, EncodedBlocks, LeafDelta
 else:  # Saves without dense blocks need none of these.
     block_codecs = LazyModule("deltackpt.codecs.block_codecs")
     block_codes = LazyModule("deltackpt.save.block_codes")
@@ -311,7 +311,7 @@ class DenseKeeper:
         """Makes decoded values the reference of a save, once it is committed."""
         data = {value.item_key: one for value, one in zip(values, decoded, strict=True)}
         self.references.stage(
-            save_id, block_codes.Left(data, {one.item_key: one.count for one in values})
+            save_id, block_codes.DenseReference(data, {one.item_key: one.count for one in values})
         )
 
     def adopt(
@@ -507,37 +507,33 @@ def write_whole(
 
 
 def encode(
-    values: Sequence[DenseValue], parent: Left, runtime: Runtime, *, skip_unchanged: bool = True
+    values: Sequence[DenseValue], parent: DenseReference, runtime: Runtime, *, skip_unchanged: bool
 ) -> Iterator[LeafDelta]:
     """Encodes values relative to the parent, or whole; may lend the memory of ``runtime``."""
     for value in values:
-        yield _encoded(value, parent, runtime, skip_unchanged)
-
-
-def _encoded(value: DenseValue, parent: Left, runtime: Runtime, skip_unchanged: bool) -> LeafDelta:
-    data, reference, hashes = value.data, None, None
-    if parent.counts.get(value.item_key) == value.count:
-        reference, hashes = parent.data.get(value.item_key), parent.hashes.get(value.item_key)
-    if reference is not None and (reference.shape, reference.dtype) != (data.shape, data.dtype):
-        reference = None
-    if value.plain:
-        same = skip_unchanged and reference is not None and bool((reference == data).all())
-        pieces = [block_codes.EncodedBlocks(_RAW, np.arange(1), {"": np.asarray(data)})]
-        return block_codes.LeafDelta([] if same else pieces, data, LOSSLESS, "", 0.0)
-    if hashes is None and isinstance(data, jax.Array):
-        if reference is None or isinstance(reference, jax.Array):
-            return device_blocks.encode_leaf_there(
-                data, reference, *value.coding, runtime, skip_unchanged=skip_unchanged
+        data, before, hashes = value.data, None, None
+        if parent.counts.get(value.item_key) == value.count:
+            before, hashes = parent.data.get(value.item_key), parent.hashes.get(value.item_key)
+        if before is not None and (before.shape, before.dtype) != (data.shape, data.dtype):
+            before = None
+        if value.plain:
+            same = skip_unchanged and before is not None and bool((before == data).all())
+            pieces = [block_codes.EncodedBlocks(_RAW, np.arange(1), {"": np.asarray(data)})]
+            yield block_codes.LeafDelta([] if same else pieces, data, LOSSLESS, "", 0.0)
+        elif isinstance(data, jax.Array) and not isinstance(before, np.ndarray) and hashes is None:
+            yield device_blocks.encode_leaf_there(
+                data, before, *value.coding, runtime, skip_unchanged=skip_unchanged
             )
-    data = np.asarray(data)
-    return block_codes.encode_leaf(
-        data,
-        None if reference is None else np.asarray(reference),
-        *value.coding,
-        runtime,
-        skip_unchanged=skip_unchanged,
-        only=None if hashes is None else hashes.changed(data),
-    )
+        else:
+            data = np.asarray(data)
+            yield block_codes.encode_leaf(
+                data,
+                None if before is None else np.asarray(before),
+                *value.coding,
+                runtime,
+                skip_unchanged=skip_unchanged,
+                only=None if hashes is None else hashes.changed(data),
+            )
 
 
 def write_changes(

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, naming
-from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId, SaveInfo
+from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId
 from deltackpt.policies import BaseOrDelta, Consecutive, Decision, LeftToCompaction
 from deltackpt.save.branch import (
     Branch,
@@ -160,8 +160,7 @@ class Lineage:
 
     def distrust(self, reason: str) -> None:
         """Makes the next saves bases, until one is committed: touched rows cannot be trusted."""
-        with self._lock:
-            self._poll()
+        with self._polled():
             self._distrusted, self._distrusted_at, self._lost = reason, self._begun, None
             self.suspected = None
 
@@ -172,9 +171,8 @@ class Lineage:
     @property
     def distrusted(self) -> str | None:
         """Returns why the next save is a base; None if it need not be, or one is in flight."""
-        with self._lock:
-            self._poll()
-            flight = self._branch.in_flight
+        with self._polled() as branch:
+            flight = branch.in_flight
             if flight and flight.info.kind == "base" and flight.number > self._distrusted_at:
                 return None
             return self._distrusted
@@ -185,23 +183,21 @@ class Lineage:
         If a base was started since then, nothing else is needed. The oldest of several saves gives
         the reason: processes may hear of the others at different times.
         """
-        with self._lock:
-            self._poll()
-            newest = self._branch.in_flight
-            base = newest if newest and newest.info.kind == "base" else self._branch.delta_base
+        with self._polled() as branch:
+            newest = branch.in_flight
+            base = newest if newest and newest.info.kind == "base" else branch.delta_base
             if base is None or base.info.save_id.step <= step:
                 if self._distrusted is None or self._lost is None or step < self._lost:
                     self._distrusted, self._lost = reason, step
                 self._distrusted_at = self._begun
 
-    def next(self, *, clocks: Clocks, layout: Layout, force_base: bool = False) -> Decision:
+    def next(self, *, clocks: Clocks, layout: Layout) -> Decision:
         """Returns what ``start_save`` would decide now, without starting a save.
 
         A delta may still become a base, if the tracking audit fails or nearly all rows are touched.
         """
         with self._lock:
-            committed = self._poll()
-            parent, reason = self._decide(clocks, layout, force_base, committed)
+            parent, reason = self._decide(clocks, layout, False, self._poll())
             if parent is None:
                 return Decision(kind="base", parent=None, reason=reason)
             which = "base" if parent is self._branch.delta_base else "previous"
@@ -223,10 +219,8 @@ class Lineage:
     @property
     def forked_from(self) -> Continues | None:
         """Returns the restored recovery point, until a save of it is committed."""
-        with self._lock:
-            self._poll()
-            previous = self._branch.previous
-            return None if previous is None else previous.continues
+        with self._polled() as branch:
+            return None if branch.previous is None else branch.previous.continues
 
     @property
     def restores(self) -> int:
@@ -236,28 +230,23 @@ class Lineage:
     @property
     def newest_known(self) -> Known | None:
         """Returns the newest save, committed or in flight, or None."""
-        with self._lock:
-            self._poll()
-            return self._branch.in_flight or self._branch.previous
+        with self._polled() as branch:
+            return branch.in_flight or branch.previous
 
     @property
     def newest_committed(self) -> SaveId | None:
         """Returns the newest save that is known to be committed or was restored, or None."""
-        with self._lock:
-            self._poll()
-            previous = self._branch.previous
-            return None if previous is None else previous.info.save_id
+        with self._polled() as branch:
+            return None if branch.previous is None else branch.previous.info.save_id
 
     def poll(self) -> None:
         """Records the save in flight as committed if it is: its files may be removed later."""
-        with self._lock:
-            self._poll()
+        with self._polled():
+            pass
 
     def forget(self, save_id: SaveId) -> bool:
         """Forgets a removed save if it is the newest committed one; returns whether it was."""
-        with self._lock:
-            self._poll()
-            branch = self._branch
+        with self._polled() as branch:
             if branch.previous is None or branch.previous.info.save_id != save_id:
                 return False
             if branch.delta_base is branch.previous:
@@ -267,9 +256,7 @@ class Lineage:
 
     def next_parent(self, save_id: SaveId) -> SaveId:
         """Returns the expected parent of the next delta; the save itself if that is unknown."""
-        with self._lock:
-            self._poll()
-            branch = self._branch
+        with self._polled() as branch:
             if branch.previous is None or branch.previous.info.save_id != save_id:
                 return save_id
             assert branch.delta_base is not None
@@ -295,48 +282,21 @@ class Lineage:
 
     def failed(self, save_id: SaveId) -> None:
         """Forgets the save in flight, unless it was committed; the parent and its clocks stay."""
-        with self._lock:
-            self._poll()
-            known = self._branch.in_flight
-            if known is not None and known.info.save_id == save_id:
-                self._branch.in_flight = None
+        with self._polled() as branch:
+            if branch.in_flight is not None and branch.in_flight.info.save_id == save_id:
+                branch.in_flight = None
 
     def adopt(
-        self,
-        target: SaveInfo,
-        step_dir: Path,
-        layout: Layout,
-        *,
-        sizes: Sequence[int],
-        clocks: Clocks,
-        restores: int = 0,
-        run: str | None = None,
-        sample: Samples | None = None,
-        parents: tuple[str, ...] = (),
-        replayed: Mapping[str, np.ndarray] | None = None,
-        continues: Continues | None = None,
+        self, known: Known, *, base_bytes: int, restores: int = 0, run: str | None = None
     ) -> None:
         """Starts a new run at a restored step, the parent of the next save; see ``go_back``.
 
-        Several processes must have agreed on the ``sizes`` of the saves of its chain, base first,
-        and on ``run``. ``clocks`` are of the fresh TouchStates, at clock 0; ``restores`` is the
-        number in the step; ``parents`` are nearest first; ``replayed`` is as for ``Known``.
+        Several processes must have agreed on ``run``, and on the bytes of the chain, whose base has
+        ``base_bytes``. Its clocks are those of fresh TouchStates, 0; ``restores`` is the number in
+        the step.
         """
         with self._lock:
-            known = Known(
-                info=target,
-                path=step_dir,
-                clocks=clocks,
-                layout=layout,
-                settled=None if clocks.gathers else clocks,
-                total_bytes=sum(sizes),
-                chain_length=len(sizes) - 1,
-                sample=sample,
-                parents=parents[: manifest.MOST_PARENTS],
-                replayed=replayed or {},
-                continues=continues,
-            )
-            branch = Branch(run=run or new_run(), restores=restores + 1, base_bytes=sizes[0])
+            branch = Branch(run=run or new_run(), restores=restores + 1, base_bytes=base_bytes)
             branch.previous = branch.delta_base = branch.begun = known
             branch.since = [known]
             self._leave(branch)
@@ -353,14 +313,13 @@ class Lineage:
         The step was then restored only for inspection, and training continues with its state in
         memory; ``restored`` is reset, unless there was a save since.
         """
-        with self._lock:
-            self._poll()
-            if not clocks.readings or self._branch.knows(clocks):
+        with self._polled() as branch:
+            if not clocks.readings or branch.knows(clocks):
                 return False
-            for branch in reversed(self._former):
-                if branch.knows(clocks):
-                    self._former.remove(branch)
-                    self._leave(branch)
+            for former in reversed(self._former):
+                if former.knows(clocks):
+                    self._former.remove(former)
+                    self._leave(former)
                     return True
             return False
 
@@ -389,9 +348,14 @@ class Lineage:
 
     def protected(self) -> frozenset[SaveId]:
         """Returns saves that retention must keep: possible parents, and the save in flight."""
+        with self._polled() as branch:
+            return branch.protected
+
+    @contextlib.contextmanager
+    def _polled(self) -> Iterator[Branch]:
         with self._lock:
             self._poll()
-            return self._branch.protected
+            yield self._branch
 
     def _poll(self) -> Known | None:
         """Advances the branch to the save in flight if it was committed. Under the lock."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from deltackpt import codecs, coordination, events, units
+from deltackpt import codecs, coordination, events
 from deltackpt.coordination import Coordinator
 from deltackpt.errors import TrackingError
 from deltackpt.format import manifest, naming
@@ -29,7 +29,6 @@ from deltackpt.format.manifest import (
     Kind,
     LayerRef,
     Layout,
-    LeafFigures,
     Manifest,
     TrackingName,
     table_figures,
@@ -56,23 +55,6 @@ from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.storage.zarr_writer import ZarrSegmentSink
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """How saves are staged and written, for use of the handlers without a manager.
-
-    Attributes:
-      fsync: whether to fsync every file before its shard is considered written.
-      digests: digest files that the commit writes; see ``Manifest.digests``.
-      tracking_audit: whether saves check a sample of the rows; see ``save.tracking_audit``.
-      processes_secs: how long another process may be silent.
-    """
-
-    fsync: bool = True
-    digests: tuple[str, ...] = ("item",)
-    tracking_audit: bool = True
-    processes_secs: float = 60.0
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Embeddings:
     """The tables and slots of one state, as a checkpointable for Orbax.
@@ -82,31 +64,29 @@ class Embeddings:
       touched: a TouchState in addition to those of the state; a row is touched if any of them marks
         it. Without any TouchState, the save is a base.
       lineage: the trainer's earlier saves; None makes the save a base of a new run.
-      options: how to stage and write the rows.
       runtime: shared by the saves of one manager; by default, the save has its own.
       force_base: save a base regardless of the policy.
       dense_bytes: bytes of the dense leaves that a base contains and a delta may omit.
       copied_bytes: bytes of the dense leaves that will be copied to the same memory as the rows.
       tracking: how the touched rows were found, for the manifest.
+      tracking_audit: whether the save checks a sample of the rows; see ``save.tracking_audit``.
+      digests: digest files that the commit writes; see ``Manifest.digests``.
+      fsync: whether to fsync every file before its shard is considered written.
+      processes_secs: how long another process may be silent.
     """
 
     split: Split
     touched: TouchState | None = None
     lineage: Lineage | None = None
-    options: PipelineOptions = PipelineOptions()
     runtime: Runtime | None = None
     force_base: bool = False
     dense_bytes: int = 0
     copied_bytes: int = 0
     tracking: TrackingName = ""
-
-    @property
-    def marks(self) -> tuple[Marks, ...]:
-        """Returns the TouchStates of the state, and the passed one if it is not among them."""
-        given = self.touched
-        if given is None or any(marks.state.clock is given.clock for marks in self.split.marks):
-            return self.split.marks
-        return *self.split.marks, Marks("", plain(given))
+    tracking_audit: bool = True
+    digests: tuple[str, ...] = ("item",)
+    fsync: bool = True
+    processes_secs: float = 60.0
 
 
 def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
@@ -117,7 +97,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     before the commit. Raises TrackingError if a TouchState does not fit the tables, and OutOfSpace.
     """
     started = time.perf_counter()
-    split, marks = embeddings.split, embeddings.marks
+    split, marks = embeddings.split, marks_of(embeddings.split, embeddings.touched)
     lineage = embeddings.lineage or Lineage(protected=False)
     runtime = embeddings.runtime or Runtime(memory_bytes=1 << 30)
     stamps = match_marks(marks, split.layout) if marks else {}
@@ -133,7 +113,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         sources = Sources(split.layout, split.fields, stamps, runtime)
         if since := intent.since or intent.recent:
             sources.stamps.scan(since)
-        if embeddings.options.tracking_audit and marks and embeddings.lineage is not None:
+        if embeddings.tracking_audit and marks and embeddings.lineage is not None:
             found, sample = tracking_audit.audit(sources, intent)
             lineage.record_sample(intent.save_id, sample)
             faults = lineage.suspected
@@ -170,13 +150,13 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         division=sources.division,
         shared_stamps=shared_stamps,
         lineage=embeddings.lineage,
-        digests=embeddings.options.digests,
+        digests=embeddings.digests,
         tracking=embeddings.tracking,
         rows=rows,
         faults=faults,
         nbytes=nbytes,
         extract_secs=time.perf_counter() - started,
-        fsync=embeddings.options.fsync,
+        fsync=embeddings.fsync,
         runtime=runtime,
     )
 
@@ -187,6 +167,13 @@ def planned(choices: Mapping[str, Mapping[str, CodecChoice]], kind: Kind, restor
         group: {field: choice.planned(kind, restores=restores) for field, choice in held.items()}
         for group, held in choices.items()
     }
+
+
+def marks_of(split: Split, touched: TouchState | None) -> tuple[Marks, ...]:
+    """Returns the TouchStates of a state, and a passed one if it is not among them."""
+    if touched is None or any(marks.state.clock is touched.clock for marks in split.marks):
+        return split.marks
+    return *split.marks, Marks("", plain(touched))
 
 
 def clocks_of(split: Split, marks: Sequence[Marks]) -> Clocks:
@@ -229,58 +216,6 @@ def require_room(root: Path, nbytes: int, step: int) -> None:
     posix.require_room(existing, nbytes, f"step {step} in {root}", advice)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class SaveReport:
-    """A committed save, as one process saw it; the times are those of ``events.SaveEvent``.
-
-    Attributes:
-      intent: the decision about the save.
-      rows: table rows in this process's shard.
-      total_rows: rows of all tables.
-      bytes_written: bytes of the shard, without ``dense_bytes``.
-      base_bytes: bytes of all rows of tables and slots, before encoding.
-      extract_secs: time to copy the rows to host memory.
-      encode_secs: time to encode them.
-      write_secs: time to write them.
-      digest_secs: time for digests and the manifest.
-      tables: codec, reason, rows, bytes and error of each field of each table in the shard.
-      dense_bytes: bytes of dense leaves in the shard; 0 for a base.
-      dense: the same as ``tables``, for dense leaves that are stored as blocks.
-    """
-
-    intent: Intent
-    rows: int
-    total_rows: int
-    bytes_written: int
-    base_bytes: int
-    extract_secs: float
-    encode_secs: float
-    write_secs: float
-    digest_secs: float
-    tables: tuple[events.TableFigures, ...]
-    dense_bytes: int = 0
-    dense: tuple[LeafFigures, ...] = ()
-
-    @property
-    def step(self) -> int:
-        """The training step."""
-        return self.intent.save_id.step
-
-    @property
-    def kind(self) -> Kind:
-        """Whether the save is a base or a delta."""
-        return self.intent.kind
-
-    @property
-    def reason(self) -> str:
-        """Why it is a base or a delta."""
-        return self.intent.reason
-
-    def __repr__(self) -> str:
-        written = units.size(self.bytes_written + self.dense_bytes)
-        return f"<SaveReport of step {self.step}: {self.reason}; {self.rows:,} rows, {written}>"
-
-
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class PendingSave(Item):
     """A save whose rows were captured: an item of a step, written once, in the background."""
@@ -300,7 +235,7 @@ class PendingSave(Item):
     extract_secs: float
     fsync: bool  # whether the shard is fsynced if others commit it
     runtime: Runtime
-    report: SaveReport | None = None
+    event: events.SaveEvent | None = None  # without what only the commit determines
     record: Manifest | None = None  # of this process's shard, once its arrays are written
     dense: DenseLeaves | None = None  # written beside the rows, in this item
     base_dense_bytes: int = 0  # see ``Manifest.dense_bytes``
@@ -341,12 +276,14 @@ class PendingSave(Item):
             nbytes += len(shard_writer.write_manifest(item_dir, self.record, batch))
         dense_bytes = 0 if dense is None else dense.nbytes
         groups = self.layout.groups
-        self.report = SaveReport(
-            intent=self.intent,
+        self.event = events.SaveEvent(
+            step=self.intent.save_id.step,
+            kind=self.intent.kind,
+            reason=self.intent.reason,
+            process=writers.process,
             rows=save_shard.table_rows(segments),
             total_rows=sum(group.rows for group in groups),
             bytes_written=nbytes - dense_bytes,
-            base_bytes=base_bytes(groups),
             extract_secs=self.extract_secs + landed - started,
             encode_secs=encoding.seconds,
             write_secs=written - landed - encoding.seconds,
@@ -361,8 +298,8 @@ class PendingSave(Item):
 
         A delta's manifest has the digests of the step's other files, a base's is one of those.
         """
-        record, report = self.record, self.report
-        assert record is not None and report is not None
+        record, event = self.record, self.event
+        assert record is not None and event is not None
         if writers.count > 1:
             shards = writers.collect(item_dir, record)
             record = dataclasses.replace(record, shards=shards, shared_stamps={})
@@ -376,7 +313,7 @@ class PendingSave(Item):
         if self.lineage is not None:
             written = Written(google_crc32c.value(data), record.nbytes, record.compacted)
             self.lineage.wrote(self.intent.save_id, written)
-        self.report = dataclasses.replace(report, bytes_written=report.bytes_written + len(data))
+        self.event = dataclasses.replace(event, bytes_written=event.bytes_written + len(data))
 
     def _write_arrays(
         self, item_dir: Path, batch: FileBatch, writers: StepWriters, encoding: BusyClock

@@ -34,8 +34,9 @@ from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.restore.placing import same_tables
 from deltackpt.restore.sources import Service
 from deltackpt.save import dense_layout, pending_save, tracking_audit
+from deltackpt.save.branch import Clocks, Known, Reading, settled
 from deltackpt.save.dense_save import DenseKeeper
-from deltackpt.save.lineage import Clocks, Reading, new_run
+from deltackpt.save.lineage import new_run
 from deltackpt.session import partial
 from deltackpt.session.restore_choice import FailedChoices, RestoreChoice, RestoreChooser
 from deltackpt.session.restored import RestoredState, same_leaves, to_compare
@@ -423,19 +424,21 @@ class Restorer:
             clocks = dataclasses.replace(clocks, windows=pending_save.clocks_of(split, ()).windows)
             if run.options.deltas.tracking_audit:
                 sample = tracking_audit.sample_restored(split, fresh, run.runtime)
-        run.lineage.adopt(
-            merged.chain[-1],
-            run.local.step_dir(found.step),
-            layout,
-            sizes=sizes,
+        known = Known(
+            info=merged.chain[-1],
+            path=run.local.step_dir(found.step),
             clocks=clocks,
-            restores=found.target.head.restores,
-            run=drawn,
+            layout=layout,
+            settled=settled(clocks, None),
+            total_bytes=sum(sizes),
+            chain_length=len(sizes) - 1,
             sample=sample,
             parents=tuple(info.step_dir for info in merged.chain[-2::-1]),
-            replayed=None if found.recorded is None else found.recorded.rows,
+            replayed={} if found.recorded is None else found.recorded.rows,
             continues=continues,
         )
+        restores = found.target.head.restores
+        run.lineage.adopt(known, base_bytes=sizes[0], restores=restores, run=drawn)
         run.restored, run.deleted = found.step, None
         state_at = RestoredState.from_split(split, functools.partial(self._equals, choice))
         run.restored_state = run.position, state_at

@@ -26,7 +26,6 @@ from deltackpt.resources.runtime import FSYNCS, READS, Runtime
 from deltackpt.save import pending_save
 from deltackpt.save.dense_save import DenseKeeper, codings
 from deltackpt.save.lineage import Clocks, Lineage, new_run
-from deltackpt.save.pending_save import Embeddings
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.storage import buckets
@@ -61,7 +60,7 @@ class RowTracking:
         self._may_stop = may_stop and not dense_blocks
         self.tracker = RowTracker() if mode == "fingerprints" else None
         #: What a TouchState has replaced, until a save begins: one that is refused changes nothing.
-        self._left: RowTracker | None = None
+        self._replaced: RowTracker | None = None
         #: Whether rows were hashed for a save or a record since the start or a restore.
         self._hashed = False
         #: Whether rows were hashed before a restore: training may return to its state in memory.
@@ -82,9 +81,9 @@ class RowTracking:
         """Chooses the tracking for a state, and returns what it needs of the state."""
         tracker = self.chosen(split, touched)
         if tracker is None:
-            self._left = self.tracker or self._left
+            self._replaced = self.tracker or self._replaced
         elif self.tracker is None:
-            tracker, self._left = self._left or tracker, None
+            tracker, self._replaced = self._replaced or tracker, None
             self._log_cost(split.layout)
         self.tracker = tracker
         if self._mode == "auto":
@@ -99,18 +98,18 @@ class RowTracking:
         if split.marks or touched is not None or self.stopped:
             return None
         if self.tracker is None and self._is_worthwhile(split.layout):
-            return self._left or RowTracker()
+            return self._replaced or RowTracker()
         return self.tracker
 
     @property
-    def has_left(self) -> bool:
+    def has_replaced(self) -> bool:
         """Whether a TouchState has replaced fingerprints: it need not mark what changed before."""
-        return self._hashed and self._left is not None
+        return self._hashed and self._replaced is not None
 
     def saved(self) -> None:
         """Called once a save was begun."""
         if self.tracker is None:
-            self._left, self._hashed = None, False
+            self._replaced, self._hashed = None, False
 
     def restored(
         self,
@@ -132,7 +131,7 @@ class RowTracking:
                 self.tracker = RowTracker()
                 self._log_cost(kept.layout)
         self.hashed_before_restore |= self._hashed
-        self._left, self._hashed, self._used = None, False, None
+        self._replaced, self._hashed, self._used = None, False, None
         if self.tracker is not None:
             self.tracker.start(kept.fields, kept.layout, identity)
 
@@ -457,7 +456,7 @@ class Run:
 
     def check_above(self, step: int) -> None:
         """Raises OptionError if a step is not greater than the newest or the restored one."""
-        newest = self._step_to_exceed
+        newest = self._newest_to_keep
         parent = self.lineage.newest_committed
         if newest is not None and parent is not None:
             # A save that was reported as failed may be committed nevertheless.
@@ -481,8 +480,8 @@ class Run:
         )
 
     @property
-    def _step_to_exceed(self) -> int | None:
-        """Returns the step that the next save must exceed."""
+    def _newest_to_keep(self) -> int | None:
+        """Returns the newest step of the branch; the next save moves later ones aside."""
         if self.restored is None:
             return self.newest
         return self.restored - 1 if self.restored == self.deleted else self.restored
@@ -492,7 +491,7 @@ class Run:
         # Without a shared file system, the shards of a deleted step are still staged.
         if self.restored is None and (self.deleted is None or not self.no_shared_fs):
             return
-        newest = self._step_to_exceed
+        newest = self._newest_to_keep
         # The others list no steps before process 0 has moved them.
         what = f"continuing with step {step}"
         with self.coordinator.together(what, fatal=True):
@@ -505,7 +504,7 @@ class Run:
         The TouchState does not mark rows that changed before. If the saves that hashed rows have
         failed, their parent may have seen the same TouchState.
         """
-        if self.tracking.has_left:
+        if self.tracking.has_replaced:
             self.lineage.distrust(HASHED)
 
     @property
@@ -515,7 +514,7 @@ class Run:
 
     def clocks(self, split: Split, touched: TouchState | None) -> Clocks:
         """Returns the clocks of the TouchStates of a state."""
-        return pending_save.clocks_of(split, Embeddings(split=split, touched=touched).marks)
+        return pending_save.clocks_of(split, pending_save.marks_of(split, touched))
 
     def is_restored(self, split: Split, touched: TouchState | None) -> bool:
         """Returns whether a state and its TouchState are the restored ones, on every process."""

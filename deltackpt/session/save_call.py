@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of ``save()``: its arguments, whether it is due, the save in flight, and its failure."""
+"""A call of ``save()``: its arguments, the save in flight, and its failure."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +13,9 @@ from typing import NamedTuple
 from deltackpt.errors import DeltackptError, OptionError, OutOfSpace, SaveFailed, TrackingFailed
 from deltackpt.format.naming import Leaf
 from deltackpt.handlers.items import Items
-from deltackpt.lazy_import import ocp
 from deltackpt.outcomes import Saved
 from deltackpt.save.commit import Committed
 from deltackpt.save.pending_save import PendingSave, RefusedSave
-from deltackpt.session import retention
-from deltackpt.session.retention import CommittedStep, StepMetadata
-from deltackpt.session.run import Run
 from deltackpt.state.touch_state import TouchState
 
 
@@ -121,34 +116,3 @@ class InFlight:
     def is_lost(self) -> bool:
         """Returns whether the save failed and the failure was not reported yet."""
         return self.future.done() and self.future.exception() is not None
-
-
-def should_save(
-    run: Run,
-    step: int,
-    in_flight: InFlight | None,
-    metrics: Mapping[str, float] | None,
-    preempted: Callable[[int], bool],
-) -> bool:
-    """Returns whether the options select a step; process 0 decides for all processes."""
-    policy = run.options.save_decision_policy
-    if policy is None:
-        return step % (run.options.save_interval_steps or 1) == 0
-
-    def decide() -> bool:
-        now: StepMetadata = {
-            "metrics": dict(metrics or {}),
-            "commit_timestamp_nsecs": time.time_ns(),
-        }
-        previous = retention.committed_steps(run.root)
-        if in_flight is not None and in_flight.step not in [known.step for known in previous]:
-            # It began earlier, and will be committed before the next one.
-            previous.append(CommittedStep(in_flight.step, lambda: now))
-        context = ocp.checkpoint_managers.DecisionContext(
-            is_saving_in_progress=in_flight is not None and not in_flight.future.done(),
-            reached_preemption=preempted(step),
-            multiprocessing_options=ocp.options.MultiprocessingOptions(),
-        )
-        return bool(policy.should_save(CommittedStep(step, lambda: now), previous, context=context))
-
-    return run.coordinator.from_process_0(f"deciding on step {step}", decide)

@@ -12,12 +12,12 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 
-from deltackpt import coordination, events
+from deltackpt import events
 from deltackpt.errors import (
     Damaged,
     DeltackptError,
@@ -31,6 +31,7 @@ from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
 from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.items import HandlerItem, Metrics, save_args
+from deltackpt.lazy_import import ocp
 from deltackpt.ledger import directory
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
@@ -39,9 +40,10 @@ from deltackpt.save import commit, dense_layout, pending_save
 from deltackpt.save.commit import Item, StepTransaction, StepWriters
 from deltackpt.save.dense_save import DenseLeaves
 from deltackpt.save.lineage import UNTRACKED
-from deltackpt.save.pending_save import Embeddings, PendingSave, RefusedSave, SaveReport
+from deltackpt.save.pending_save import Embeddings, PendingSave, RefusedSave, base_bytes
 from deltackpt.session import retention
 from deltackpt.session.restored import arrays_of
+from deltackpt.session.retention import CommittedStep, StepMetadata
 from deltackpt.session.run import HASHED, Run
 from deltackpt.session.save_call import Done, Failure, InFlight, SaveArguments
 from deltackpt.state import placement
@@ -71,12 +73,9 @@ class Saver:
         self.in_flight: InFlight | None = None
         #: The step of a save that was put off.
         self.due: int | None = None
-        self.reports: collections.deque[SaveReport] = collections.deque(maxlen=_REPORTS)
-        #: Whether the warnings about idle TouchStates and about missing tracking were issued.
-        self._warned_clocks_unchanged = self._warned_untracked = False
-        self._has_tables = True
-        #: Whether the warning about dense leaves that blocks do not support was issued.
-        self._warned_unusual = False
+        self.reports: collections.deque[events.SaveEvent] = collections.deque(maxlen=_REPORTS)
+        #: Kinds of the warnings that were issued, each of them once.
+        self._warned: set[str] = set()
         #: Temporary directories of failed saves. Only these: another process may be ahead, and
         #: write the next step already.
         self._leftovers: list[Path] = []
@@ -125,6 +124,34 @@ class Saver:
             raise failure.error(saved) from failure.cause
         return saved
 
+    def should_save(
+        self, step: int, metrics: Mapping[str, float] | None, preempted: Callable[[int], bool]
+    ) -> bool:
+        """Returns whether the options select a step; process 0 decides for all processes."""
+        run, in_flight = self._run, self.in_flight
+        policy = run.options.save_decision_policy
+        if policy is None:
+            return step % (run.options.save_interval_steps or 1) == 0
+
+        def decide() -> bool:
+            now: StepMetadata = {
+                "metrics": dict(metrics or {}),
+                "commit_timestamp_nsecs": time.time_ns(),
+            }
+            previous = retention.committed_steps(run.root)
+            if in_flight is not None and in_flight.step not in [known.step for known in previous]:
+                # It began earlier, and will be committed before the next one.
+                previous.append(CommittedStep(in_flight.step, lambda: now))
+            context = ocp.checkpoint_managers.DecisionContext(
+                is_saving_in_progress=self.busy(),
+                reached_preemption=preempted(step),
+                multiprocessing_options=ocp.options.MultiprocessingOptions(),
+            )
+            current = CommittedStep(step, lambda: now)
+            return bool(policy.should_save(current, previous, context=context))
+
+        return run.coordinator.from_process_0(f"deciding on step {step}", decide)
+
     def split(self, state: PyTree, touched: TouchState | None) -> Split:
         """Splits a state, without marks if rows are hashed; ``tracking="auto"`` decides here."""
         return self._run.tracking.choose(self.split_all(state, touched), touched)
@@ -141,7 +168,6 @@ class Saver:
             run.check_lease()
         # First, so that an unsupported leaf does not even cause a rollback.
         split = self.split(state, arguments.touched)
-        self._has_tables = bool(split.layout.tables)
         self.go_back(split, arguments.touched)
         if self._is_restored(step, split, arguments):
             reason = "it was restored, and nothing has changed since"
@@ -155,23 +181,23 @@ class Saver:
         run.roll_back(step)
         run.end_hashing()
         attempt = run.lineage.attempts + 1
+        writers = self._writers(step, attempt)
         items: dict[str, Item] = {}
         try:
             if run.tracking.tracker is None:
-                marks = Embeddings(split=split, touched=arguments.touched).marks
-                run.wal.check(split, marks)
-            pending = self._capture(step, attempt, split, arguments, items)
-            flight = self._hand_over(step, attempt, items, pending, arguments, started)
+                run.wal.check(split, pending_save.marks_of(split, arguments.touched))
+            pending = self._capture(step, writers.temporary, split, arguments, items)
+            flight = self._hand_over(step, writers, items, pending, arguments, started)
         except BaseException as error:
             if self.in_flight is not None:
                 raise  # An interrupt: the save is written nevertheless.
             self._drop(items)
-            self._leftovers.append(self._temporary(step, attempt))
+            self._leftovers.append(writers.temporary)
             if run.coordinator.count > 1 and isinstance(error, Exception):
                 # The others begin it nevertheless, and get the error.
                 run.lineage.count_attempts(attempt)
                 refused = RefusedSave(error)
-                self._hand_over(step, attempt, {run.item: refused}, refused, arguments, started)
+                self._hand_over(step, writers, {run.item: refused}, refused, arguments, started)
                 run.wal.refused(split)
             raise
         run.wal.saved()
@@ -211,24 +237,21 @@ class Saver:
             split=split,
             touched=run.tracking.touch_state(split, arguments.touched),
             lineage=run.lineage,
-            options=pending_save.PipelineOptions(
-                tracking_audit=run.options.deltas.tracking_audit and run.tracking.tracker is None,
-                fsync=run.fsync,
-                digests=("item", "step"),
-                processes_secs=run.options.timeouts.processes_secs,
-            ),
             runtime=run.runtime,
             force_base=arguments.force_base,
             dense_bytes=0 if run.dense is None else dense_layout.nbytes(split),
             copied_bytes=0 if run.dense is not None else dense_layout.nbytes(split),
             tracking=run.tracking.name(split, arguments.touched),
+            tracking_audit=run.options.deltas.tracking_audit and run.tracking.tracker is None,
+            digests=("item", "step"),
+            fsync=run.fsync,
         )
         return pending_save.capture(embeddings, step, run.local.step_dir(step))
 
     def _capture(
         self,
         step: int,
-        attempt: int,
+        temporary: Path,
         split: Split,
         arguments: SaveArguments,
         items: dict[str, Item],
@@ -237,11 +260,11 @@ class Saver:
         run = self._run
         pending = items[run.item] = self._capture_tables(step, split, arguments)
         if split.layout.dense:
-            item = self._dense(step, attempt, split, pending)
+            item = self._dense(step, temporary, split, pending)
             if item is not None:
                 items[naming.DENSE_ITEM] = item
         for name, args in (arguments.items or {}).items():
-            items[name] = self._start_item(step, attempt, name, run.extra[name], args)
+            items[name] = self._start_item(temporary / name, run.extra[name], args)
         if arguments.metrics and naming.METRICS not in items:
             items[naming.METRICS] = Metrics(arguments.metrics)
         pending.wait_copied()
@@ -256,7 +279,7 @@ class Saver:
                     self._run.dense.references.failed(item.intent.save_id)
         _release(items)
 
-    def _dense(self, step: int, attempt: int, split: Split, pending: PendingSave) -> Item | None:
+    def _dense(self, step: int, temporary: Path, split: Split, pending: PendingSave) -> Item | None:
         """Captures dense leaves for our own writer or Orbax's; None if the delta has them."""
         run = self._run
         leaves = dense_layout.storable(split.dense)
@@ -266,14 +289,14 @@ class Saver:
             else:
                 found = run.dense.capture(leaves, split.layout.dense, run.coordinator.index)
         except UnsupportedLeaf as error:
-            if run.dense is not None and not self._warned_unusual:
-                self._warned_unusual = True
-                events.warn(
+            if run.dense is not None:
+                self._warn_once(
+                    "unusual leaves",
                     f"step {step}: dense leaves are saved whole, by Orbax's handler, also in "
-                    f"deltas: {error}"
+                    f"deltas: {error}",
                 )
             args = orbax_dense.save_args(split.dense)
-            return self._start_item(step, attempt, naming.DENSE_ITEM, orbax_dense.handler(), args)
+            return self._start_item(temporary / naming.DENSE_ITEM, orbax_dense.handler(), args)
         pending.dense = found
         if pending.intent.kind == "delta":
             return None
@@ -283,22 +306,26 @@ class Saver:
         pending.dense = None
         return found
 
-    def _start_item(
-        self, step: int, attempt: int, name: str, handler: object, args: object
-    ) -> HandlerItem:
-        run = self._run
-        item_dir = self._temporary(step, attempt) / name
-        DurableDir(run.local.path, fsync=False).make(item_dir)
-        return HandlerItem.start(handler, item_dir, args, run.runtime)
+    def _start_item(self, item_dir: Path, handler: object, args: object) -> HandlerItem:
+        DurableDir(self._run.local.path, fsync=False).make(item_dir)
+        return HandlerItem.start(handler, item_dir, args, self._run.runtime)
 
-    def _temporary(self, step: int, attempt: int) -> Path:
+    def _writers(self, step: int, attempt: int) -> StepWriters:
         run = self._run
-        return commit.temporary_dir(run.local.step_dir(step), f"{run.lineage.run}-{attempt}")
+        key = f"{run.lineage.run}-{attempt}"
+        return StepWriters(
+            coordinator=run.coordinator,
+            key=key,
+            temporary=commit.temporary_dir(run.local.step_dir(step), key),
+            runtime=run.runtime,
+            shared_fs=not run.no_shared_fs,
+            fsync=run.fsync,
+        )
 
     def _hand_over(
         self,
         step: int,
-        attempt: int,
+        writers: StepWriters,
         items: Mapping[str, Item],
         pending: PendingSave | RefusedSave,
         arguments: SaveArguments,
@@ -306,19 +333,11 @@ class Saver:
     ) -> InFlight:
         """Starts the background half of a save; returns the save in flight."""
         run, begun_ns = self._run, time.time_ns()
-        temporary = self._temporary(step, attempt)
         planned = StepTransaction(
             final=run.local.step_dir(step),
             items=items,
             tables=run.item,
-            writers=StepWriters(
-                coordinator=run.coordinator,
-                key=f"{run.lineage.run}-{attempt}",
-                temporary=temporary,
-                runtime=run.runtime,
-                shared_fs=not run.no_shared_fs,
-                fsync=run.fsync,
-            ),
+            writers=writers,
             own_files=lambda: self._own_files(step, items, arguments, begun_ns),
             check=run.check_lease,
         )
@@ -328,7 +347,7 @@ class Saver:
             nbytes += pending.dense.nbytes
         # Keep a strong reference to the manager: __del__ would otherwise report a lost save.
         task = Task(functools.partial(self._write, planned, nbytes, self._owner))
-        flight = self.in_flight = InFlight(step, temporary, pending, task.future, started)
+        flight = self.in_flight = InFlight(step, writers.temporary, pending, task.future, started)
         try:
             run.runtime.queue(task)
         except RuntimeError as error:
@@ -426,24 +445,28 @@ class Saver:
         if pending.doubt is not None:
             events.warn(f"step {step} is saved as a base, because {pending.doubt}")
             self._run.wal.distrust(pending.doubt)
-        elif not self._has_tables:
+        elif not pending.layout.tables:
             return
-        elif pending.intent.clocks_unchanged and not self._warned_clocks_unchanged:
-            self._warned_clocks_unchanged = True
-            events.warn(
+        elif pending.intent.clocks_unchanged:
+            self._warn_once(
+                "idle marks",
                 f"step {step}: expected marks since the parent of this delta, found none, so the "
                 "delta contains no row; if the tables did change, pass save() the TouchState that "
-                "the training step returned (touched = touched.mark(touched, ids))"
+                "the training step returned (touched = touched.mark(touched, ids))",
             )
-        elif self._run.tracking.stopped:
-            return  # It has warned.
-        elif pending.intent.reason == UNTRACKED and not is_first and not self._warned_untracked:
-            self._warned_untracked = True
-            events.warn(
+        # Tracking that has stopped has warned.
+        elif pending.intent.reason == UNTRACKED and not (is_first or self._run.tracking.stopped):
+            self._warn_once(
+                "untracked",
                 f'step {step}: expected a TouchState or tracking="fingerprints", found neither, '
                 "so every save is a base; pass ManagerOptions(deltas=DeltaOptions("
-                'tracking="fingerprints")), or mark the rows with touched.mark or touched.track'
+                'tracking="fingerprints")), or mark the rows with touched.mark or touched.track',
             )
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            events.warn(text)
 
     def _not_now(self, step: int, started: float) -> Saved:
         flight = self.in_flight
@@ -574,33 +597,18 @@ class Saver:
                 self.unreported = failure
 
     def _report(self, flight: InFlight, done: Done) -> None:
-        assert isinstance(flight.pending, PendingSave)
-        report, committed = flight.pending.report, done.committed
-        assert report is not None
-        self.reports.append(report)
-        committed_ago_secs = time.perf_counter() - committed.at
-        event = events.SaveEvent(
-            step=flight.step,
-            kind=report.intent.kind,
-            reason=report.intent.reason,
-            process=coordination.process_index(),
-            rows=report.rows,
-            total_rows=report.total_rows,
-            bytes_written=report.bytes_written,
-            ratio=report.bytes_written / max(1, report.base_bytes),
+        pending, committed = flight.pending, done.committed
+        assert isinstance(pending, PendingSave) and pending.event is not None
+        event = dataclasses.replace(
+            pending.event,
+            ratio=pending.event.bytes_written / max(1, base_bytes(pending.layout.groups)),
             blocked_secs=flight.blocked_secs,
-            extract_secs=report.extract_secs,
             room_secs=done.room_secs,
-            encode_secs=report.encode_secs,
-            write_secs=report.write_secs,
-            digest_secs=report.digest_secs,
             commit_secs=committed.at - committed.written_at,
             total_secs=committed.at - flight.started,
-            committed_unix_secs=time.time() - committed_ago_secs,
-            tables=report.tables,
-            dense_bytes=report.dense_bytes,
-            dense=report.dense,
+            committed_unix_secs=time.time() - (time.perf_counter() - committed.at),
         )
+        self.reports.append(event)
         self._run.emit(event)
 
 

@@ -335,7 +335,7 @@ class RowReplica(StateHolder[LoadedState]):
                         ):
                             # Raw rows beside the first block may replace rows that do not differ.
                             found[:1] = _different(found[0], piece.targets)
-                        if to_go is not None and not piece.field.spec.always:
+                        if to_go is not None and not piece.sections[0].field.spec.always:
                             for block in found:
                                 new_rows.add(block.group, block.rows)
                         yield found

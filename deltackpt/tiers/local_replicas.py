@@ -58,6 +58,7 @@ class LocalReplicas:
         local: Root,
         extents: ExtentFile | None = None,
         shard: int = 0,
+        shards: int = 1,
         *,
         fsync: bool = False,
     ):
@@ -67,7 +68,9 @@ class LocalReplicas:
         self.unusable: Mapping[int, RestoreError] = {}
         #: The tier from which each save was recovered.
         self.sources: dict[SaveId, str] = {}
-        self.stage, self.local, self._shard, self._fsync = stage, local, shard, fsync
+        self.stage, self.local, self._fsync = stage, local, fsync
+        #: The index of this process's staging directory, and their number.
+        self._shard, self._shards = shard, shards
         self._offers: list[Offer] = []
         #: Errors of unusable bundles, by save.
         self._problems: dict[SaveId, RestoreError] = {}
@@ -134,6 +137,8 @@ class LocalReplicas:
         with self._passing_over(offer):
             try:
                 with offer.tier.open(offer.ref) as reader:
+                    if bundles.read_manifest(reader, offer.ref)[0].shards != self._shards:
+                        return False  # A shard of a job of another number of processes.
                     contents = bundles.unpack(reader, offer.ref, temporary, fsync=fsync)
                 if item is not None:
                     _check_save(temporary, item, contents.save_id)
@@ -163,7 +168,7 @@ class LocalReplicas:
 
     # ---- recovery
 
-    def manifests(self, root: str, shards: int) -> list[BundleManifest]:
+    def manifests(self, root: str) -> list[BundleManifest]:
         """Returns the manifests of the bundles of ``root``, each from the nearest readable copy.
 
         Raises OptionError if all bundles, or all in the extents, are of other roots: full extents
@@ -191,7 +196,7 @@ class LocalReplicas:
                 raise other
         for (_, key), other in others.items():
             events.warn(f"{other} ({key}); that bundle is left where it is")
-        return [one for one in read.values() if one.shards == shards]
+        return [one for one in read.values() if one.shards == self._shards]
 
     def recover(
         self,

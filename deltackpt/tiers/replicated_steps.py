@@ -20,7 +20,7 @@ from deltackpt.format import chain, naming
 from deltackpt.format.manifest import BaseRef, SaveId, SaveInfo
 from deltackpt.ledger.bucket_steps import BucketSteps
 from deltackpt.ledger.committed import CommittedStore
-from deltackpt.ledger.entries import CatalogEntry, ObjectKey
+from deltackpt.ledger.entries import CatalogEntry, ObjectKey, State
 from deltackpt.ledger.steps import local_folder
 from deltackpt.ledger.uploaded_wal import UploadedWals
 from deltackpt.reading import inventory
@@ -126,8 +126,13 @@ class ReplicatedSteps(BucketSteps):
 
     def exists(self, save_id: SaveId) -> bool:
         """Returns whether a save was uploaded; the answer is the same in every process."""
-        shown = self._client.remote().uploads - self._client.orders.hidden
-        return any(found == save_id for _, found in shown)
+        hidden = self._client.orders.hidden
+
+        def has(state: State) -> bool:
+            return any(found == save_id for _, found in state.uploads - hidden)
+
+        # The training thread asks: a request only if it is needed, since an outage may last.
+        return has(self.journal.known) or has(self._client.remote())
 
     def base_of(self, save_id: SaveId) -> BaseRef | None:
         """Returns the compacted base of a save."""

@@ -116,7 +116,7 @@ def open_bucket(
             local.confirm()  # Leftovers may fill the file system.
         # While this trainer holds the lease, no other trainer's orders take force.
         old = check_stage(stage, place.url, tiers.endpoint)
-        found = LocalReplicas(stage, local, extents, shard, fsync=fsync)
+        found = LocalReplicas(stage, local, extents, shard, shards, fsync=fsync)
         opened.callback(found.close)
         find, group = _finder(place.url, item, tiers, claim), None
         if find is not None:
@@ -214,12 +214,12 @@ def classify(
     """Returns a function that explains why a save that was never uploaded is stale; pure.
 
     A save is stale if it belongs to a former directory at the URL. It is also stale if a later run,
-    or a later trainer of the directory, does not descend from it. ``lineages`` include those of
-    the saves.
+    or a later trainer of the directory, does not descend from it, or if a save after a later
+    rollback was uploaded. ``lineages`` include those of the saves.
     """
     by_run = {lineage.run: lineage for lineage in lineages}
     began = [claim for claim in state.entry.claims if claim.began]
-    claimed = {claim.lease.epoch: claim.lease.holder for claim in state.entry.claims}
+    claimed = {claim.lease.epoch: claim for claim in state.entry.claims}
     #: Lineages with later descendants of any of their saves: earlier ones are irrelevant.
     living: list[RunLineage] = []
 
@@ -235,8 +235,12 @@ def classify(
     def reason_stale(lineage: RunLineage, attempt: int) -> str | None:
         if not claimed or lineage.epoch < min(claimed):
             return "its claim was superseded by more trainers than the journal records"
-        if claimed.get(lineage.epoch) != lineage.holder:
+        own = claimed.get(lineage.epoch)
+        if own is None or own.lease.holder != lineage.holder:
             return "another checkpoint directory is at the URL now"
+        # Uploads are in order: what the later ones descend from was uploaded before.
+        if lineage.generation + 1 < own.generations:
+            return f"training continued without it (epoch {lineage.epoch})"
         for one in living:
             if one.moment > lineage.moment and attempt > one.ancestors.get(lineage.run, -1):
                 moment = f"epoch {one.epoch}, generation {one.generation}"
@@ -260,6 +264,9 @@ def unfinished_rollback(
     if not back:
         return ()
     newest = max(back, key=lambda one: (one.lineage.moment, one.save_id.step))
+    done = {one.lease.epoch: one.generations for one in state.entry.claims}
+    if newest.generation < done.get(newest.epoch, 0):
+        return ()  # A save was uploaded after its run had rolled back others.
     by_run = {lineage.run: lineage for lineage in lineages}
 
     def is_in_lineage(save_id: SaveId) -> bool:
@@ -299,7 +306,7 @@ class _Startup:
             # Only the first process orders removals.
             removals = old.pending(done, self.state) if counts else ()
             old = dataclasses.replace(old, removals=removals)
-        found = self.replicas.manifests(self.orders.url, self.orders.processes)
+        found = self.replicas.manifests(self.orders.url)
         known = () if old is None else old.lineages
         lineages = (*(one.lineage for one in found), *known)
         why_stale = classify(self.state, lineages)
@@ -379,13 +386,15 @@ class _Startup:
                 self.local.set_aside(step, self.stage.aside_damaged())
                 continue
             if info is not None and self.state.was_committed(info.save_id):
-                if uploaded is None or uploaded.save_id != info.save_id:
-                    self.local.remove_steps([step])  # It was uploaded, and then retired remotely.
+                is_retired = uploaded is None or uploaded.save_id != info.save_id
+                # The shards of another number of processes are read remotely: some are elsewhere.
+                if is_retired or self._why_no_shard(step) is not None:
+                    self.local.remove_steps([step])
                 continue
             if info is not None and why is None:
                 if (run := by_run.get(info.save_id.run)) is not None:
                     why = why_stale(info.save_id, run)
-                if why is None and self.no_shared_fs:
+                if why is None:
                     why = self._why_no_shard(step)
             if why is not None:
                 self.local.set_aside(step, aside / str(step))
@@ -402,6 +411,8 @@ class _Startup:
             )
 
     def _why_no_shard(self, step: int) -> str | None:
+        if not self.no_shared_fs:
+            return None
         count = stored_saves.read_save(self.local.at(step), self.local.item).head.process_count
         if count == self.orders.processes:
             return None

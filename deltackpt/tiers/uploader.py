@@ -419,7 +419,8 @@ class Uploader(Cursor):
             self._require_parent(info)
             if not self._is_staged(upload):
                 raise StepGone(f"step {save.step}: expected {info.save_id}, found it replaced")
-            self.journal.commit(upload.committed)
+            lineage = orders.lineage(info.save_id.run)
+            self.journal.commit(upload.committed, moment=lineage and lineage.moment)
         except (RestoreError, TargetDiffers) as error:
             # Training continued without it.
             self._fail(upload, str(error))

@@ -130,7 +130,7 @@ class OpenEpoch:
 
     def newest_point(self, *, fresh: bool) -> RecoveryPoint | None:
         """Returns the newest full point that all processes have; ``fresh`` reads progress now."""
-        number = self.progress.of_all(fresh=fresh)
+        number = min(self.progress.of_each(fresh=fresh))
         with self._lock:
             return next((p for p in reversed(self._durable) if p.save_id.attempt <= number), None)
 
@@ -292,10 +292,6 @@ class WalProgress(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Closes what is open; the next ``record`` opens it again."""
-
-    def of_all(self, *, fresh: bool = False) -> int:
-        """Returns the newest record that all processes are known to have, or 0; see ``of_each``."""
-        return min(self.of_each(fresh=fresh))
 
     def of_each(self, *, fresh: bool = False) -> list[int]:
         """Returns the number of the newest record of each process, or 0.

@@ -8,6 +8,7 @@ begins a new part, with a new producer, as for files.
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,23 +58,18 @@ class _RecordBytes:
 
     def __init__(self, path: Path):
         self.path = path
-        self._lock = threading.Lock()
-        self._data = np.empty(0, np.uint8)
+        self._lock, self._data = threading.Lock(), io.BytesIO()
 
     def write(self, start: int, data: np.ndarray) -> None:
-        stop = start + len(data)
         with self._lock:
-            if stop > len(self._data):
-                grown = np.empty(max(stop, 2 * len(self._data)), np.uint8)
-                grown[: len(self._data)] = self._data
-                self._data = grown
-            self._data[start:stop] = data
+            self._data.seek(start)
+            self._data.write(data.data)
 
     def sync(self, *, metadata: bool = True) -> None:
         """See ``LayerSink``."""
 
     def view(self, nbytes: int) -> memoryview:
-        return self._data[:nbytes].data
+        return self._data.getbuffer()[:nbytes]
 
 
 class KafkaWriter(RecordWriter):

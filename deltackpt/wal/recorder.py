@@ -39,7 +39,6 @@ from deltackpt.resources.runtime import Reservation
 from deltackpt.save import dense_layout, pending_save
 from deltackpt.save.branch import Clocks, Known, clocks_seen, discontinuity, settled
 from deltackpt.save.dense_save import DenseKeeper
-from deltackpt.save.pending_save import Embeddings
 from deltackpt.session.run import Run, WalHooks, keeper
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
@@ -110,44 +109,47 @@ class Recorder(WalHooks):
         self._save_requests = SaveRequests(run)
         #: The tables that the epoch header names.
         self._layout: Layout | None = None
-        self._chain: _Continuation | None = None
-        #: The run of which it is all; another one after a restore.
-        self._of_run = ""
         #: The directory of ``LocalWal``, until it is made: if removed later, it is not recreated.
         self._to_make = local_directory(run)
-        #: Whether the head of the run was written, or none is needed.
-        self._begun = False
-        #: Why this run writes no more records; None while it does.
-        self._ended: str | None = None
         #: How many times ``append`` was called.
         self._calls = 0
-        self._newest_step = -1
-        self._given_rows = UncheckedRows()
         #: The last call up to which all rows since the last record are known by name: ``ids`` name
         #: only rows since the last call. If it is another one, the next record reads the stamps; a
         #: step is saved if there are none.
         self._named_until = -1
-        #: Whether the next save is the first thing that records can continue from.
-        self._needs_root = False
         self._audit = Audit()
-        #: Whether points of this run are known to be wrong, and still count on disk.
-        self._voiding = False
-        #: Why a step is saved before the next record, which would be incomplete with ``ids`` alone.
-        self._needs_step: str | None = None
-        #: Rows that no durable record of an ended epoch contains; the next epoch begins with them.
-        self._pending_rows = NamedRows()
-        self._committed: collections.deque[SaveId] = collections.deque(maxlen=2)
         self._trimming: Future[None] | None = None
         #: Whether this manager may have trimmed records that a run continued from.
         self._may_have_trimmed = False
-        #: A former recovery point of this run, whose records were removed.
-        self._lost: Continues | None = None
         #: The manager's threads, with memory for records.
         self._runtime = run.runtime.with_memory(self._options.buffer_bytes)
         #: What the dense leaves of the newest full record decode to: never those of saves.
         self._references: DenseKeeper | None = None
         if self._options.dense == "delta":
             self._references = keeper(run.options.dense, run.runtime)
+        self._start_run("")
+
+    def _start_run(self, run: str) -> None:
+        #: The run of which it is all; another one after a restore.
+        self._of_run = run
+        self._chain: _Continuation | None = None
+        #: Whether the head of the run was written, or none is needed.
+        self._begun = False
+        #: Why this run writes no more records; None while it does.
+        self._ended: str | None = None
+        #: Whether points of this run are known to be wrong, and still count on disk.
+        self._voiding = False
+        #: Whether the next save is the first thing that records can continue from.
+        self._needs_root = False
+        #: Why a step is saved before the next record, which would be incomplete with ``ids`` alone.
+        self._needs_step: str | None = None
+        #: A former recovery point of this run, whose records were removed.
+        self._lost: Continues | None = None
+        self._newest_step = -1
+        self._given_rows = UncheckedRows()
+        #: Rows that no durable record of an ended epoch contains; the next epoch begins with them.
+        self._pending_rows = NamedRows()
+        self._committed: collections.deque[SaveId] = collections.deque(maxlen=2)
 
     @property
     def _writer(self) -> WalWriter | None:
@@ -187,7 +189,7 @@ class Recorder(WalHooks):
         try:
             touched = self._run.tracking.touch_state(split, touched)
             self._run.end_hashing()
-            marks = Embeddings(split=split, touched=touched).marks
+            marks = pending_save.marks_of(split, touched)
             clocks = pending_save.clocks_of(split, marks)
             if ids is not None and self._run.tracking.tracker is None:
                 # Fingerprints name every row; the ids might omit some.
@@ -748,12 +750,15 @@ class Recorder(WalHooks):
 
     def _counts(self, head: EpochHeader) -> bool:
         """Returns whether an epoch's records still count and no other run has followed."""
-        try:
-            heads = [
-                one.head for one in WalReader(store_path(self._run.local.wal_dir)).read().views
-            ]
-        except Damaged:
-            return True
+        headers = WalReader(store_path(self._run.local.wal_dir))
+        numbers, heads = headers.numbers()[:1], list[EpochHeader]()
+        with contextlib.suppress(Damaged):  # Epochs that one continues from may be trimmed.
+            for number in numbers:  # Grows by the epochs that it continues from.
+                heads.append(headers.head(number))
+                if (fork := heads[-1].continues) is not None:
+                    numbers.append(fork.epoch)
+        if not heads:
+            return bool(numbers)  # The newest header, which cannot be read, may be this one.
         return head in heads and heads[0].run == head.run
 
     def _follow_run(self) -> None:
@@ -761,19 +766,13 @@ class Recorder(WalHooks):
         lineage = self._run.lineage
         if lineage.run == self._of_run:
             return
-        self._of_run, self._begun, self._ended, self._ending = lineage.run, False, None, None
-        self._voiding, self._needs_step = False, None
-        self._chain = self._lost = None
-        self._needs_root = False
+        self._close_epoch()
+        self._ending = None
         self._audit.start(None)
         self._save_requests.forget()
-        self._newest_step = -1
-        self._given_rows.forget()
-        self._committed.clear()
+        self._start_run(lineage.run)
         if (newest := lineage.newest_committed) is not None:
             self._committed.append(newest)
-        self._close_epoch()
-        self._pending_rows = NamedRows()
 
     def _note_committed(self, newest: SaveId) -> None:
         if self._committed and self._committed[-1] == newest:

@@ -283,10 +283,6 @@ class WalWriter:
             blocked_secs=batch.blocked_secs,
             encode_secs=encoded - started,
             write_secs=time.perf_counter() - encoded,
-            sync_secs=0.0,
-            durable_secs=0.0,
-            batches_in_sync=0,
-            committed_unix_secs=0.0,
         )
 
     def _sync_where_due(self) -> None:

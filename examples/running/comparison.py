@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 import deltackpt
+from deltackpt.events import SaveEvent
 from deltackpt.format import naming
 from deltackpt.format.manifest import Kind
-from deltackpt.save.pending_save import SaveReport
 from running.journal import size
 
 DELTACKPT = "deltackpt delta"
@@ -148,7 +148,7 @@ _WAYS: dict[str, Callable[[Path, Callable[[], deltackpt.Tables]], Manager]] = {
 
 
 def _timed(manager: Manager, root: Path, step: int, state: Any) -> Sample:
-    reports: list[SaveReport] = []
+    reports: list[SaveEvent] = []
     started = time.perf_counter()
     if isinstance(manager, deltackpt.CheckpointManager):
         manager.save(step, state)
@@ -165,7 +165,7 @@ def _timed(manager: Manager, root: Path, step: int, state: Any) -> Sample:
         nbytes=bytes_below(step_dir),
         blocked_secs=blocked_secs,
         committed_secs=committed_secs,
-        kind=reports[0].intent.kind if reports else None,
+        kind=reports[0].kind if reports else None,
         dense_nbytes=in_item + reports[0].dense_bytes if reports else None,
     )
 

@@ -2,7 +2,8 @@
 """SIGKILL in jobs whose processes have their own staging directories, and in their uploaders.
 
 Steps that every process waited for are at the root. The next job resumes from there or from staged
-steps: on the same nodes, without some of them, or with another number of processes.
+steps: on the same nodes, without some of them, or with another number of processes. Some jobs first
+resume from an earlier step, which rolls the later ones back.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import servers
@@ -31,7 +34,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 
 KILLS = 200
 PEERS_SECS = 6.0
-PLACE = {"mesh": [2, 2]}
+#: The mesh of a job, by its number of processes.
+MESHES = {1: [2, 2], 2: [2, 2], 3: [3, 1], 4: [2, 2]}
 EXTENTS = {"nbytes": 8 << 20, "extent_bytes": 128 << 10}
 
 
@@ -57,10 +61,14 @@ class Nodes:
     def node(self, number: int) -> Path:
         return self.folder / f"node{number}"
 
+    def extents(self, number: int) -> Path:
+        """The directory of a node's extents, one folder for each process that ran there."""
+        return self.folder / f"extents{number}"
+
     def plant(self, draw: random.Random) -> int:
         """Puts a forged bundle into the extents of some nodes."""
         count = 0
-        for place in sorted(self.extents.glob("process-*")):
+        for place in sorted(self.folder.glob("extents*/process-*")):
             if draw.random() < 0.5:
                 continue
             with contextlib.closing(ExtentFile(place, **EXTENTS)) as file:
@@ -76,25 +84,29 @@ class Nodes:
                     count += 1
         return count
 
-    @property
-    def extents(self) -> Path:
-        """The directory of the processes' extents, one folder each."""
-        return self.folder / "extents"
-
-    def open(self, job: Job) -> None:
-        for number, process in enumerate(job.processes):
+    def open(self, job: Job, at: Sequence[int], **options: Any) -> None:
+        """Opens a manager in each process, on the node that ``at`` has for it."""
+        for process, number in zip(job.processes, at):
             tiers = {
                 "staging_dir": str(self.node(number)),
                 "endpoint": self.endpoint,
                 "shared": False,
+                "extents": {"directory": str(self.extents(number)), **EXTENTS},
             }
-            tiers["extents"] = {"directory": str(self.extents), **EXTENTS}
-            process.ask("open", root=self.url, tiers=tiers, processes_secs=PEERS_SECS)
+            process.ask("open", root=self.url, tiers=tiers, processes_secs=PEERS_SECS, **options)
         for answer in job.answers():
             assert "error" not in answer and "ended" not in answer, answer
 
+    def lose(self, number: int, *, disk: bool) -> None:
+        """Restarts a node with an empty staging directory, or also loses its ``disk``."""
+        self.kill_uploaders(number)
+        shutil.rmtree(self.node(number), ignore_errors=True)
+        if disk:
+            shutil.rmtree(self.extents(number), ignore_errors=True)
+
     def uploaders(self, number: int) -> list[int]:
-        return uploaders(self.node(number) / f"process-{number}")
+        found = self.node(number).glob("process-*")
+        return [pid for process in found for pid in uploaders(process)]
 
     def kill_uploaders(self, number: int) -> int:
         found = self.uploaders(number)
@@ -110,40 +122,46 @@ def test_kills_on_nodes_lose_no_step_that_all_processes_waited_for(
     draw, kills = campaign.random("nodes"), campaign.count(KILLS)
     nodes = Nodes(tmp_path, bucket.bucket("nodes") + "/run", bucket.endpoint)
     hits: collections.Counter[str] = collections.Counter()
-    acked, step, saves, bundles = -1, -1, 0, 0
+    #: The newest step that all processes waited for, and the newest that a restore may find.
+    acked, newest = -1, -1
+    saves, bundles = 0, 0
     while hits.total() < kills:
         bundles += nodes.plant(draw)
-        count = draw.choice([2, 2, 2, 4])
-        with Job(server, tmp_path / "jobs", processes=count, devices=4 // count) as job:
-            nodes.open(job)
-            found = job.all("restore_latest", place=PLACE, like=max(step, 0))
-            steps = {answer["step"] for answer in found}
-            assert len(steps) == 1, found
-            newest = steps.pop()
-            if newest is None:
+        count = draw.choice([1, 2, 2, 2, 3, 4])
+        place = {"mesh": MESHES[count]}
+        # Most starts keep each process on its node.
+        at = [*range(count)] if draw.random() < 0.7 else draw.sample(range(5), count)
+        with Job(server, tmp_path / "jobs", processes=count, devices=max(1, 4 // count)) as job:
+            nodes.open(job, at, max_to_keep=draw.choice([None, None, 2, 4]))
+            found = job.all("restore_latest", place=place, like=max(newest, 0))
+            [step] = {answer["step"] for answer in found}
+            if step is None:
                 assert acked == -1
-                job.all("start", place=PLACE)
+                job.all("start", place=place)
                 step = -1
             else:
-                assert newest >= acked and all(answer["wrong"] is None for answer in found), (
-                    found,
-                    acked,
-                )
-                step = newest
+                assert acked <= step <= newest, (found, acked, newest)
+                assert all(answer["wrong"] is None for answer in found), found
+                if draw.random() < 0.3:
+                    step = draw.choice(job.one("steps")["steps"])
+                    found = job.all("restore", step=step, place=place)
+                    assert all(answer["wrong"] is None for answer in found), found
             what = draw.choice(["process", "process", "uploader", "job", "everything"])
-            at = time.monotonic() + draw.random() * 2.5
-            while time.monotonic() < at:
+            until = time.monotonic() + draw.random() * 2.5
+            while time.monotonic() < until:
+                acked = min(acked, step)  # The first save rolls later steps back.
                 step += 1
+                newest = max(newest, step)
                 job.ask("train", to=step)
                 job.ask("save")
                 job.ask("wait")
                 if what == "uploader" and draw.random() < 0.5:
-                    hits["uploader"] += nodes.kill_uploaders(draw.randrange(count))
-                if what != "uploader" and time.monotonic() + 0.3 * draw.random() > at:
+                    hits["uploader"] += nodes.kill_uploaders(draw.choice(at))
+                if what != "uploader" and time.monotonic() + 0.3 * draw.random() > until:
                     break  # In the middle of a save.
                 answers = [job.answers() for _ in range(3)]
                 assert not any("error" in one or "ended" in one for each in answers for one in each)
-                acked, saves = step, saves + 1
+                acked, newest, saves = step, step, saves + 1
             time.sleep(draw.random() * 0.2)
             if what == "process":
                 job.processes[draw.randrange(count)].kill()
@@ -154,22 +172,20 @@ def test_kills_on_nodes_lose_no_step_that_all_processes_waited_for(
                     process.kill()
                 hits["job"] += 1
             if what == "everything":
-                for number in range(count):
+                for number in at:
                     hits["uploader"] += nodes.kill_uploaders(number)
-        if draw.random() < 0.15:
-            lost = draw.randrange(count)
-            nodes.kill_uploaders(lost)
-            shutil.rmtree(nodes.node(lost))
+        if draw.random() < 0.2:
+            nodes.lose(draw.choice(at), disk=draw.random() < 0.5)
             hits["node"] += 1
     with Job(server, tmp_path / "jobs", processes=2, devices=2) as job:
-        nodes.open(job)
-        found = job.all("restore_latest", place=PLACE, like=max(step, 0))
+        nodes.open(job, range(2))
+        found = job.all("restore_latest", place={"mesh": MESHES[2]}, like=max(newest, 0))
         assert all(answer["wrong"] is None and answer["step"] >= acked for answer in found)
-        job.all("train", to=step + 1)
+        job.all("train", to=newest + 1)
         job.all("save")
         job.all("wait")
         job.close()
-    assert step + 1 in open_steps(nodes.url, endpoint=nodes.endpoint).steps()
+    assert newest + 1 in open_steps(nodes.url, endpoint=nodes.endpoint).steps()
     assert verify_root(nodes.url, endpoint=nodes.endpoint).intact
     figures(
         "kills on nodes of a job",
