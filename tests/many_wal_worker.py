@@ -107,6 +107,14 @@ class Logger(Worker):
                 return found
         return {"saved": [], "skipped": []}
 
+    def keep_marks(self) -> None:
+        """Keeps the marks for ``return_marks``."""
+        self._kept = self._marks
+
+    def return_marks(self) -> None:
+        """Returns to the kept marks, as if training returned to their state in memory."""
+        self._marks = self._kept
+
     def wait_appended(self, timeout_secs: float | None = None) -> dict[str, Any]:
         """Waits until the appended records are durable."""
         return {"recovery": _plain(self._manager.wait_appended(timeout_secs))}

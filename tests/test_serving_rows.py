@@ -810,22 +810,28 @@ def test_changes_wait_for_a_version_and_end_when_the_follower_is_closed(tmp_path
 # On devices.
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_table_on_devices_equals_each_version(trainer, live, sharded):
+@pytest.mark.parametrize("placed", [None, "columns", "unpinned_host"])
+def test_a_table_on_devices_equals_each_version(trainer, live, placed):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+    sharding = {
+        None: None,
+        "columns": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x")),
+        "unpinned_host": jax.sharding.SingleDeviceSharding(
+            jax.devices()[0], memory_kind="unpinned_host"
+        ),
+    }[placed]
     name = next(n for n in model.WIDTH if model.WIDTH[n] % 2 == 0)
     array, rows = None, b""
     for number in range(6):
         live.advance()
         before = array
         assert before is None or np.asarray(before).tobytes() == rows
-        found = live.on_device(name, sharding if sharded else None)
+        found = live.on_device(name, sharding)
         array = found.array
         rows = np.asarray(trainer.state["tables"][name]).tobytes()
         assert found.step == trainer.step
         assert np.asarray(array).tobytes() == rows
-        assert not sharded or array.sharding == sharding
+        assert sharding is None or array.sharding == sharding
         assert before is None or before.is_deleted()
         trainer.save() if number == 3 else trainer.log()
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from deltackpt import touched
 from deltackpt.errors import OptionError, TrackingError
+from deltackpt.resources import host_memory
 from deltackpt.tracking import by_gradient
 
 ROWS = 40
@@ -242,6 +243,22 @@ def test_any_element_of_a_long_row_marks_it(length, dtype, spec):
     differing = touched.track(optax.stateless(lambda updates, _: updates), "*")
     _, state = differing.update({"t": placed}, differing.init({"t": other}), {"t": other})
     np.testing.assert_array_equal(np.asarray(_stamps(state)["t"]) > 0, np.arange(rows) % 2 == 0)
+
+
+def test_gradients_of_the_host_may_be_reused_after_an_update():
+    """jax aliases them on CPUs; here an earlier program delays its reads."""
+    table = {"emb": jnp.zeros((4096, 64))}
+    optimizer = touched.track(optax.sgd(0.1), "emb", rule="gradient")
+    state = optimizer.init(table)
+    given = host_memory.empty_buffer((4096, 64), np.dtype(np.float32))
+    slow = jax.jit(lambda one: one @ one @ one)
+    busy = slow(jnp.ones((1500, 1500)))
+    for _ in range(3):
+        given.fill(1.0)
+        busy = slow(busy)
+        found = _stamps(optimizer.update({"emb": given}, state, table)[1])
+        given.fill(0.0)
+        assert (np.asarray(found["emb"]) == 1).all()
 
 
 def test_an_unknown_rule_is_refused():

@@ -438,6 +438,24 @@ def test_a_full_buffer_of_one_process_voids_points_and_the_next_holds_all(two, r
         assert_reads_alone(root, step)
 
 
+@pytest.mark.parametrize("do", ["log", "save"])
+def test_a_return_to_before_a_record_that_one_process_skipped_makes_all_save_a_base(two, root, do):
+    started(two, root, TRAINED, log={"buffer_bytes": 1, "when_full": "coalesce"})
+    of_one(two, 1, "arm", at="before the log is forced", action="hold")
+    two.all("run_on", to=1)
+    two.all("keep_marks")
+    of_one(two, 0, "wait_appended")
+    skipped = [one["skipped"] for one in two.all("run_on", to=2)]
+    assert skipped == [[], [2]]
+    two.release()
+    two.all("wait_appended")
+    two.all("return_marks")
+    two.all("train", to=3, forget=[0, 1])
+    assert two.one(do)["saved" if do == "log" else "kind"] == "base"
+    two.all("wait")
+    assert_goes_on(two, root, 4, [4, 1])
+
+
 def test_recreated_marks_and_grown_tables_make_all_save_at_once(server, tmp_path, root):
     model = Model(grown=[(4, {"rows": 2560})])
     with Job(server, tmp_path / "jobs", processes=2, model=model) as job:

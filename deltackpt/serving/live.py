@@ -81,7 +81,7 @@ class DeviceRows:
             if any(device.platform == "cpu" for device in array.devices()):
                 # jax aliases the rows even with may_alias=False (jax issue 37830); they change in
                 # place.
-                array = jax.numpy.copy(array)
+                array = jax.device_put(rows.copy(), self._sharding)
             self.array, self.number = jax.block_until_ready(array), number
             self._scatter = jax.jit(_set_rows, donate_argnums=0, out_shardings=array.sharding)
         return array

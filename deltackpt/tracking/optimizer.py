@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from deltackpt.errors import OptionError, TrackingError
@@ -105,6 +106,7 @@ def track(
             )
         flat = _flatten(params)
         chosen = _chosen(flat, select)
+        given = jax.tree.leaves((updates, state.inner, params))
         if rule == "gradient":
             changed = _with_gradients(flat, chosen, updates)
             updates, new = inner.update(updates, state.inner, params, **extra)
@@ -115,7 +117,11 @@ def track(
             # Compare exactly what is returned: another fusion could round differently.
             updates, new = jax.lax.optimization_barrier((updates, new))
             changed = _changed_rows(flat, chosen, always, params, updates, state.inner, new)
-        return updates, TrackState(_marked(state.touched, changed), new)
+        touched = _marked(state.touched, changed)
+        if any(isinstance(leaf, np.ndarray) for leaf in given):
+            # On CPUs jax would read them later, when the caller may have reused their memory.
+            updates, touched = jax.block_until_ready((updates, touched))
+        return updates, TrackState(touched, new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

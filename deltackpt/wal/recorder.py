@@ -71,22 +71,26 @@ class _Continuation:
     delta_base: SaveId  # Save or recovery point that the records replay onto.
     committed: bool  # Whether that is known to be committed.
     saved: Clocks  # Clocks of the newest save since, which the records may replay onto.
+    called: Clocks | None = None  # Clocks of the newest call, whose record some process may have.
 
     def is_left(self, clocks: Clocks) -> bool:
         """Returns whether training went back, in memory, to before the last record.
 
-        Replicas may hold rows of it that no later record or delta has.
+        Replicas may hold rows of it that no later record or delta has. All processes get the same
+        result, also one that has no record of that call.
         """
-        seen = clocks_seen(clocks, self.last.clocks)
-        is_older = any(one.clock < seen.get(one.place, 0) for one in clocks.readings)
-        return self.root is None and is_older
+        return self.called is not None and _is_older(clocks, self.called)
 
     def discontinuity(self, clocks: Clocks) -> str | None:
         """Returns why no record may follow with these clocks; see ``save.branch.discontinuity``."""
-        seen = clocks_seen(clocks, self.saved)
-        if any(one.clock < seen.get(one.place, 0) for one in clocks.readings):
+        if _is_older(clocks, self.saved):
             return "the TouchState is older than that of the last save"
         return discontinuity(clocks, self.last)
+
+
+def _is_older(clocks: Clocks, earlier: Clocks) -> bool:
+    seen = clocks_seen(clocks, earlier)
+    return any(one.clock < seen.get(one.place, 0) for one in clocks.readings)
 
 
 class Recorder(WalHooks):
@@ -217,6 +221,8 @@ class Recorder(WalHooks):
                 why = "skipped: it was restored, and nothing has changed since"
                 return self._appended(step, None, why, started)
             self._check_above(step)
+            if reason is None and self._chain is not None:
+                self._chain.called = clocks
             if reason is None:
                 if not self._begun or self._layout != split.layout:
                     # As before a save: without its WAL, a staging directory cannot be resumed from.
@@ -628,7 +634,11 @@ class Recorder(WalHooks):
         self._may_have_trimmed = True
         known, chain = lineage.newest_known, self._chain
         assert known is not None
-        if chain is not None and known.clocks.readings and chain.discontinuity(known.clocks):
+        if (
+            chain is not None
+            and known.clocks.readings
+            and (chain.is_left(known.clocks) or chain.discontinuity(known.clocks))
+        ):
             # Another TouchState than that of the records: rows may have changed without a stamp.
             chain = None
             self._given_rows.forget()
