@@ -332,7 +332,15 @@ def test_tombstones_of_many_saves_are_joined_as_far_as_their_rows_are_short():
     sections = []
     for save in range(100):
         rows = np.arange(save, 10_000, 100)
-        segment = Segment("g.0", "g", (0, 64), len(rows), None, ("values",), ())
+        segment = Segment(
+            name="g.0",
+            group="g",
+            columns=(0, 64),
+            count=len(rows),
+            ranges=None,
+            fields=("values",),
+            arrays=(),
+        )
         field = merge.SegmentField(nothing, segment, spec, {})
         sections.append(merge.Section(field, rows, None, 0, len(rows)))
     pieces = [*merge._pieces(sections, Targets(()))]
