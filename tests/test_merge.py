@@ -7,13 +7,14 @@ import collections
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltackpt import codecs
 from deltackpt.errors import Damaged
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.records import MOST
@@ -323,3 +324,26 @@ def test_an_error_is_raised_after_all_running_reads_end():
 def test_a_union_has_each_row_once_in_ascending_order(chunks):
     found = row_blocks.union_of([np.array(sorted(chunk), np.int32) for chunk in chunks])
     assert found.dtype == np.int64 and found.tolist() == sorted(set().union(*chunks))
+
+
+def test_tombstones_of_many_saves_are_joined_as_far_as_their_rows_are_short():
+    spec = FieldSpec(name="values", trailing=(64,), dtype="float32", codec=codecs.ZEROS)
+    nothing: Any = None  # No layer: nothing is read.
+    sections = []
+    for save in range(100):
+        rows = np.arange(save, 10_000, 100)
+        segment = Segment(
+            name="g.0",
+            group="g",
+            columns=(0, 64),
+            count=len(rows),
+            ranges=None,
+            fields=("values",),
+            arrays=(),
+        )
+        field = merge.SegmentField(nothing, segment, spec, {})
+        sections.append(merge.Section(field, rows, None, 0, len(rows)))
+    pieces = [*merge._pieces(sections, Targets(()))]
+    found = [sum(len(one.rows) for one in piece.sections) for piece in pieces]
+    assert sum(found) == 10_000 and len(found) < 50
+    assert max(found) * spec.row_bytes <= merge._SMALL_BYTES

@@ -214,6 +214,13 @@ def test_a_small_layer_is_read_with_a_request_for_its_end_and_one_for_all(tmp_pa
     assert np.array_equal(found, states[-1])
     layers = [key for key in requests if key.endswith(naming.layer_name(0))]
     assert sorted(layers) == [f"{step}/embeddings/layer.0" for step in (1, 1, 2, 2)]
+    # Without its end, which is known now, and unless no row of it is wanted.
+    requests.clear()
+    wanted = {"t": {"values": [Box((1, 3), (0, WIDTH))]}}
+    reader.restore_tables(chain, wanted=wanted)
+    assert [key for key in requests if key.endswith(naming.layer_name(0))] == [
+        "2/embeddings/layer.0"
+    ]
 
 
 def test_row_indices_around_a_range_are_read(root, tmp_path):

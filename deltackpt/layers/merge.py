@@ -39,9 +39,10 @@ from deltackpt.resources.runtime import Memory, Runtime
 #: Bytes of rows and their indices that are decoded at a time; they stay in the CPU cache until
 #: they are written.
 _DECODED_BYTES = 4 << 20
+_INDEX_BYTES = np.dtype(np.int64).itemsize
 #: Smaller pieces are mostly Python code, so the GIL would serialize threads.
 _SMALL_BYTES, _SMALL_TOTAL_BYTES = 1 << 18, 1 << 26
-#: Shorter sections are joined, up to ``_SMALL_BYTES``.
+#: Shorter sections are joined, up to ``_SMALL_BYTES``; both also limit the decoded rows.
 _JOINED_BYTES = 1 << 15
 
 
@@ -111,7 +112,8 @@ def _pieces(sections: Iterable[Section], targets: Targets) -> Iterator[Piece]:
     waiting: dict[tuple[str, Span, FieldSpec], list[Section]] = {}
     sizes = collections.Counter[tuple[str, Span, FieldSpec]]()
     for one in sections:
-        nbytes = one.nbytes
+        # Some codecs store less than they decode, those of tombstones nothing.
+        nbytes = max(one.nbytes, len(one.rows) * (one.field.spec.row_bytes + _INDEX_BYTES))
         if nbytes > _JOINED_BYTES or not isinstance(one.rows, np.ndarray):
             yield _piece([one], targets)
             continue
@@ -233,7 +235,7 @@ class Piece:
             first.field.read_into(first.field.stored[""], first.start, first.stop, out)
             return
         self._populate(first.rows)
-        row_bytes = first.field.spec.row_bytes + np.dtype(np.int64).itemsize
+        row_bytes = first.field.spec.row_bytes + _INDEX_BYTES
         # Copies of chosen rows stay in the cache, too.
         step = max(1, _DECODED_BYTES // row_bytes // (1 if first.needed is None else 4))
         lent: list[np.ndarray] = []

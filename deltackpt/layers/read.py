@@ -92,7 +92,8 @@ class LayerReader:
         find its end. ``digest`` is the expected one, if known; ``name`` is the layer's in errors.
         """
         self._source, self.start, self.nbytes = source, start, nbytes
-        #: All bytes of the layer, if they are in memory.
+        #: Whether the layer is read as a whole with its first chunk, and its bytes from then on.
+        self._at_once = False
         self._loaded: np.ndarray | None = None
         self._verified: set[Chunk] = set()
         self._name = name or source.name
@@ -112,16 +113,26 @@ class LayerReader:
     def at(self, source: ByteSource) -> LayerReader:
         """Returns the same layer, whose chunks are read from another source of the same bytes."""
         found = copy.copy(self)
-        found._source, found._loaded, found._verified = source, None, set()
+        found._source, found._verified = source, set()
+        found._at_once, found._loaded = False, None
         return found
 
     def loaded(self) -> LayerReader:
-        """Returns the same layer in memory, read with one range; chunks are verified as before."""
-        data = np.empty(self.nbytes, np.uint8)
-        self._read(0, [data], "chunks")
+        """Returns the same layer, read into memory with one range when a chunk is first needed.
+
+        Chunks are verified as before.
+        """
         found = copy.copy(self)
-        found._loaded = data
+        found._at_once = True
         return found
+
+    def _whole(self) -> np.ndarray | None:
+        """Returns all bytes of the layer; None if each chunk is read by itself."""
+        if self._at_once and self._loaded is None:
+            data = np.empty(self.nbytes, np.uint8)
+            self._read(0, [data], "chunks")
+            self._loaded = data
+        return self._loaded
 
     @property
     def id(self) -> SaveId:
@@ -270,14 +281,14 @@ class LayerReader:
         low, high = max(start, own), min(stop, own + length)
         target = out[(low - start) * row_bytes : (high - start) * row_bytes]
         is_whole = high - low == length and len(target) == chunk.stop - chunk.offset
-        if is_whole and self._loaded is None:
+        if is_whole and not self._at_once:
             return _Wanted(number, chunk, target)
         return _Wanted(number, chunk, self._room(chunk), target, (low - own) * row_bytes)
 
     def _room(self, chunk: Chunk) -> np.ndarray:
         """Returns memory for a chunk, which already has its bytes if the layer is in memory."""
-        if self._loaded is not None:
-            return self._loaded[chunk.offset : chunk.stop]
+        if (whole := self._whole()) is not None:
+            return whole[chunk.offset : chunk.stop]
         return np.empty(chunk.stop - chunk.offset, np.uint8)
 
     def _check(
@@ -291,9 +302,9 @@ class LayerReader:
 
     def _read_chunks(self, array: LayerArray, wanted: Sequence[_Wanted]) -> None:
         """Reads chunks, adjacent ones with one range, and verifies them."""
-        if self._loaded is not None:
+        if (whole := self._whole()) is not None:
             for one in wanted:
-                padding = self._loaded[one.chunk.start : one.chunk.offset]
+                padding = whole[one.chunk.start : one.chunk.offset]
                 self._check(array, one.number, one.chunk, padding, one.data)
             return
         paddings = [np.empty(one.chunk.offset - one.chunk.start, np.uint8) for one in wanted]

@@ -190,6 +190,10 @@ class Targets:
         spans = self._wanted_rows(segment, segment.fields)
         return (spans[0][0], spans[-1][1]) if spans else None
 
+    def want(self, segment: Segment, field: str) -> bool:
+        """Returns whether any target is of a field of a segment's group and columns."""
+        return bool(self._wanted_rows(segment, (field,)))
+
     def sections(self, segment: Segment, rows: Rows, *fields: str) -> list[slice]:
         """Returns the positions of the wanted rows of a segment, by default of all its fields."""
         first, last = row_blocks.reach(rows)

@@ -26,7 +26,6 @@ from deltackpt.maintenance.verify_save import Problem, Stops
 from deltackpt.reading import dense_state, reader, wal_rows
 from deltackpt.reading.dense_state import KnownStates
 from deltackpt.reading.reader import ProgressMeter
-from deltackpt.reading.shard_arrays import with_loaded
 from deltackpt.reading.wal_index import (
     Covering,
     EpochView,
@@ -137,8 +136,8 @@ class WalAudit:
 
     def _check(self, record: WalRecord, head: EpochHeader) -> None:
         try:
-            rows = with_loaded([[wal_rows.rows_of(record, head.layout)]])
-            reader.fill((), Targets(()), records=rows, over_parent=True)
+            rows = wal_rows.rows_of(record, head.layout)
+            reader.fill((), Targets(()), records=[[rows]], over_parent=True)
         except (Damaged, FormatMismatch, StorageError) as error:
             self._break(self._rows, record, error)
         try:

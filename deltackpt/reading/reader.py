@@ -201,13 +201,13 @@ def fill(
     """
     if records:
         indices = wal_rows.all_rows(seen, indices)
-    meter, done = ProgressMeter(progress), 0
+    meter, done, records = ProgressMeter(progress), 0, with_loaded(records)
     try:
         with (
             contextlib.nullcontext(runtime) if runtime else Runtime(_THREADS) as runtime,
             wal_rows.verified(records),
         ):
-            layers = [*layers_of(saves, targets, runtime), *records]
+            layers = [*with_loaded(layers_of(saves, targets, runtime), targets), *records]
             for chunk in _runs(layers, targets):
                 cached = _cached(indices)
                 stages = merge.plan(chunk, targets, cached, runtime=runtime)
@@ -285,10 +285,10 @@ def layers_of(
         for number, save in enumerate(saves)
         if runtime is not None and save.info.nbytes > _SMALL_SAVE_BYTES
     }
-    return with_loaded(
+    return [
         coming[number].result() if number in coming else read(save)
         for number, save in enumerate(saves)
-    )
+    ]
 
 
 def check_covered(

@@ -18,6 +18,7 @@ from deltackpt.format.records import MOST
 from deltackpt.format.row_blocks import ArrayEntry, GroupEntry, Segment, StoredRows
 from deltackpt.layers.footer import RowGroup, compression_of
 from deltackpt.layers.read import LayerReader, StoredBytes
+from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.digests import ChunkSums, Digest
@@ -256,21 +257,38 @@ class Shard:
         self.arrays.read_into(segment, entry, start, stop, out)
 
 
-def with_loaded(saves: Iterable[Iterable[_Shard]]) -> list[list[_Shard]]:
+def with_loaded(
+    saves: Iterable[Iterable[_Shard]], targets: Targets | None = None
+) -> list[list[_Shard]]:
     """Returns shards that read each small layer with one request, as far as there is memory.
 
-    The bytes are freed with these shards: others read what is stored then.
+    If ``targets`` contain less than half of the bytes of a layer's fields, its arrays are read one
+    by one. The bytes are freed with these shards: others read what is stored then.
     """
     left, found = _LOADED_BYTES, list[list[_Shard]]()
     for of_save in saves:
         found.append([])
         for shard in of_save:
             arrays = shard.arrays
-            if isinstance(arrays, LayerArrays) and arrays.nbytes <= min(_SMALL_BYTES, left):
+            if (
+                isinstance(arrays, LayerArrays)
+                and arrays.nbytes <= min(_SMALL_BYTES, left)
+                and (targets is None or _is_mostly_wanted(shard, targets))
+            ):
                 left -= arrays.nbytes
                 shard = dataclasses.replace(shard, arrays=arrays.loaded())
             found[-1].append(shard)
     return found
+
+
+def _is_mostly_wanted(shard: Shard, targets: Targets) -> bool:
+    wanted = every = 0
+    for segment in shard.segments:
+        for name in segment.fields:
+            nbytes = segment.count * segment.spec(shard.groups[segment.group], name).row_bytes
+            every += nbytes
+            wanted += nbytes if targets.want(segment, name) else 0
+    return 2 * wanted >= every
 
 
 def is_of_dense_segment(object_name: str) -> bool:

@@ -17,7 +17,7 @@ from deltackpt.layers.read import StoredBytes
 from deltackpt.layers.row_indices import RowIndices
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
-from deltackpt.reading.shard_arrays import LayerArrays, Shard, with_loaded
+from deltackpt.reading.shard_arrays import LayerArrays, Shard
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_records import WalRecord, damage_of
 
@@ -105,7 +105,7 @@ def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> lis
         with damage_of(record):
             rows = rows_of(record, layout, group)
         found.setdefault((head.epoch, record.save_id.attempt), []).append(rows)
-    return with_loaded(found[key] for key in sorted(found))
+    return [found[key] for key in sorted(found)]
 
 
 def all_rows(seen: SeenRows | None, others: RowIndices = row_indices.stored_rows) -> RowIndices:

@@ -37,7 +37,7 @@ from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, reader, stored_saves, wal_rows
 from deltackpt.reading.dense_state import KnownStates
-from deltackpt.reading.shard_arrays import Shard
+from deltackpt.reading.shard_arrays import Shard, with_loaded
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.reading.wal_rows import SeenRows
@@ -312,10 +312,10 @@ class RowReplica(StateHolder[LoadedState]):
         # The saves extend ``before``, a part of the held chain; it is empty if the first is a base.
         tables, held = self.tables, self.loaded
         assert tables is not None
-        of_saves = reader.layers_of(newer, tables.targets)
+        of_saves = with_loaded(reader.layers_of(newer, tables.targets), tables.targets)
         if not before:
             reader.check_covered(newer[0], of_saves[0], tables.targets)
-        records = [] if plan is None else wal_rows.layers_of(plan, tables.layout)
+        records = with_loaded(() if plan is None else wal_rows.layers_of(plan, tables.layout))
         seen, new_rows = SeenRows(tables.layout), SeenRows(tables.layout)
         lossless = _are_lossless([*of_saves, *records]) and (
             not before or (held is not None and held.lossless)
@@ -330,7 +330,7 @@ class RowReplica(StateHolder[LoadedState]):
                 for stage in merge.plan([*of_saves, *records], tables.targets, indices):
                     for piece in stage:
                         found = piece.load()
-                        if not before and any(
+                        if not before and all(
                             one.field.layer in of_saves[0] for one in piece.sections
                         ):
                             # Raw rows beside the first block may replace rows that do not differ.
