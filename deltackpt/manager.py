@@ -349,7 +349,7 @@ class CheckpointManager:
             finally:
                 if preempted:
                     # Also if an earlier save failed: this one was made nevertheless.
-                    self.wait_until_finished()
+                    self._wait_for_saves()
 
     def next_save(self, state: PyTree, *, touched: TouchState | None = None) -> Decision:
         """Returns whether the next save would be a base or a delta, and why; changes nothing."""
@@ -421,28 +421,31 @@ class CheckpointManager:
         ``"remote"``, it also waits until every ``delete()`` is done there.
 
         Returns:
-          Events of the saves committed since the last call, at most the newest thousand.
+          Events of the saves committed since the last call, at most the newest hundred.
 
         Raises:
           SaveFailed: a save failed in the background.
           WaitTimeout: the saves did not finish within ``timeouts.close_secs``.
           FencedError: another trainer took over the bucket.
         """
-        limit = self.options.timeouts.close_secs
         self._check_process()
         with self._lock:
-            with self._use():
-                failure = self._saver.wait_finished(limit)
-                if failure is not None:
-                    self._saver.reports.clear()
-                    raise failure.error(None) from failure.cause
-                self._saver.wait_uploaded(limit)
-                if self._recorder is not None:
-                    self._recorder.wait(limit)
-                reports = list(self._saver.reports)
-            # A warning that is an error is raised in place of the reports.
+            self._wait_for_saves()
+            # A warning that is an error is raised in place of the events.
+            reports = list(self._saver.reports)
             self._saver.reports.clear()
         return reports
+
+    def _wait_for_saves(self) -> None:
+        limit = self.options.timeouts.close_secs
+        with self._use():
+            failure = self._saver.wait_finished(limit)
+            if failure is not None:
+                self._saver.reports.clear()
+                raise failure.error(None) from failure.cause
+            self._saver.wait_uploaded(limit)
+            if self._recorder is not None:
+                self._recorder.wait(limit)
 
     def is_saving_in_progress(self) -> bool:
         """Returns whether a save of this process is being written."""
@@ -535,8 +538,7 @@ class CheckpointManager:
                 return found
             given = json_args(record_batch.as_json(items))
             arguments = SaveArguments(touched=touched, items=given, ids=ids)
-            saving = time.perf_counter()
-            saved = self._saver.save(step, state, arguments, "wait", saving)
+            saved = self._saver.save(step, state, arguments, "wait", time.perf_counter())
             self._saved_by_append = saved
             return Appended(
                 step=step,

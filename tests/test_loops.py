@@ -629,6 +629,16 @@ def test_the_step_of_a_preemption_is_durable_even_if_an_earlier_save_failed(tmp_
         assert saves.manager.latest_step() == 2
 
 
+def test_a_wait_after_a_preemption_returns_the_events_of_its_save(tmp_path):
+    state = ADAGRAD.state()
+    with checkpoints(tmp_path, every=100) as saves:
+        saves.save(1, state)
+        with mock.patch.object(saves.manager, "reached_preemption", return_value=True):
+            assert saves.manager.save_if_due(2, state) is not None
+        assert [event.step for event in saves.manager.wait_until_finished()] == [1, 2]
+        assert saves.manager.wait_until_finished() == []
+
+
 def test_a_position_that_is_unreadable_or_of_another_process_count_is_refused(tmp_path):
     train(tmp_path, 2)
     with job(tmp_path) as (saves, _):

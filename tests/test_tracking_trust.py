@@ -303,7 +303,7 @@ def test_touch_states_of_tables_in_two_groups_are_read(tmp_path):
 
 
 def test_saves_that_nobody_waits_for_keep_no_samples_in_memory(tmp_path):
-    """A loop may never wait, and the manager keeps what a wait would return of a thousand saves."""
+    """A loop may never wait, and the manager keeps what a wait would return of a hundred saves."""
 
     def samples() -> int:
         return sum(isinstance(one, tracking_audit.Sample) for one in gc.get_objects())

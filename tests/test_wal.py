@@ -340,6 +340,22 @@ def test_a_step_is_saved_if_the_records_of_a_point_were_trimmed(tmp_path, run):
     assert_found_again(run)
 
 
+def test_an_epoch_does_not_count_if_the_next_run_continued_from_it_and_trimmed_it(run):
+    with run.started(appends=2) as manager:
+        former, head = manager._recorder, manager._recorder._epoch.head
+        assert former._counts(head)
+    with run.open() as manager:
+        at_a_point_with_two_steps_above(run)
+        run.save()
+        assert run.points() == []  # Waits until trimming has ended.
+        reader = manager._recorder._reader
+        [newest] = reader.numbers()
+        assert reader.head(newest).continues.epoch == head.epoch < newest
+        # Otherwise the former run would invalidate the points of this one.
+        assert not former._counts(head)
+        assert manager._recorder._counts(reader.head(newest))
+
+
 def test_points_above_a_step_that_training_resumes_from_are_invalid(run):
     with run.started():
         run.save()

@@ -57,8 +57,9 @@ _ORBAX_HANDLERS = {
     naming.DENSE_ITEM: dense_layout.HANDLER,
     naming.METRICS: "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
 }
-#: Reports kept until ``wait_until_finished()``, which a loop may never call.
-_REPORTS = 1000
+#: Events kept until ``wait_until_finished()``, which a loop may never call. With a thousand tables,
+#: an event has half a megabyte of figures.
+_REPORTS = 100
 
 
 class Saver:
