@@ -215,6 +215,15 @@ def test_an_existing_staging_directory_shows_that_training_rolled_back():
     assert why_stale(pack, state, [pack.lineage, after]) is None
 
 
+def test_an_upload_after_a_rollback_supersedes_saves_of_earlier_trainers():
+    pack = one_pack()
+    later = claim(2, "next", began=True, resumed_from=pack.save_id)
+    first = claim(1, pack.holder, began=True)
+    for generations, is_stale in [(0, False), (1, False), (2, True)]:
+        state = state_of(first, dataclasses.replace(later, generations=generations))
+        assert (why_stale(pack, state, [pack.lineage]) is not None) == is_stale
+
+
 def test_the_lineage_of_a_fenced_run_is_ignored():
     pack = one_pack()
     fenced = RunLineage(run="fenced", epoch=1, holder=pack.holder, generation=1, ancestors={})

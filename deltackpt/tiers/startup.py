@@ -219,7 +219,16 @@ def classify(
     """
     by_run = {lineage.run: lineage for lineage in lineages}
     began = [claim for claim in state.entry.claims if claim.began]
-    claimed = {claim.lease.epoch: claim for claim in state.entry.claims}
+    claimed = {claim.lease.epoch: claim.lease.holder for claim in state.entry.claims}
+    #: The newest moment of an uploaded save that a rollback under its claim preceded.
+    uploaded = max(
+        (
+            (claim.lease.epoch, claim.generations - 1)
+            for claim in state.entry.claims
+            if claim.generations > 1
+        ),
+        default=(0, 0),
+    )
     #: Lineages with later descendants of any of their saves: earlier ones are irrelevant.
     living: list[RunLineage] = []
 
@@ -235,12 +244,11 @@ def classify(
     def reason_stale(lineage: RunLineage, attempt: int) -> str | None:
         if not claimed or lineage.epoch < min(claimed):
             return "its claim was superseded by more trainers than the journal records"
-        own = claimed.get(lineage.epoch)
-        if own is None or own.lease.holder != lineage.holder:
+        if claimed.get(lineage.epoch) != lineage.holder:
             return "another checkpoint directory is at the URL now"
-        # Uploads are in order: what the later ones descend from was uploaded before.
-        if lineage.generation + 1 < own.generations:
-            return f"training continued without it (epoch {lineage.epoch})"
+        # Uploads are in order: what that save descends from was uploaded before it.
+        if lineage.moment < uploaded:
+            return f"training continued without it (epoch {uploaded[0]}, generation {uploaded[1]})"
         for one in living:
             if one.moment > lineage.moment and attempt > one.ancestors.get(lineage.run, -1):
                 moment = f"epoch {one.epoch}, generation {one.generation}"
