@@ -427,6 +427,28 @@ def fenced() -> None:
     raise FencedError("another trainer took over")
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_records_of_an_earlier_state_do_not_replay_onto_the_save_that_it_left(run, saves):
+    """The earlier state is that of the last record; only a save has seen a later one."""
+    with run.open() as manager:
+        run.save_initial()
+        run.append()
+        earlier = run.state, run.touched
+        run.train(2)
+        run.save()
+        run.state, run.touched = earlier
+        if saves:
+            run.save()
+        saved = run.append().saved
+        assert (saved is None) == saves
+        manager.wait_until_finished()
+        assert run.append().kind == "full"
+        manager.wait_appended()
+        for point in manager.recovery_points():
+            run.check(manager.restore(point, run.state))
+    check_after_a_restart(run, run.step)
+
+
 #: Calls whose ids take 8 MB.
 MANY_CALLS = 1000
 
