@@ -449,6 +449,29 @@ def test_records_of_an_earlier_state_do_not_replay_onto_the_save_that_it_left(ru
     check_after_a_restart(run, run.step)
 
 
+def test_a_step_that_is_deleted_while_an_older_one_is_looked_at_is_no_recovery(run):
+    with run.open():
+        run.save_initial()
+        older = run.step
+        run.save()
+    with run.open() as manager:
+        resumed = run.resume().step
+        run.append(full=True)
+        run.save(force_base=True)
+        newest = manager.latest_step()
+        manager.wait_appended()
+        manager.restore(older, run.state)
+        for step in (resumed, newest):
+            manager.delete(step)
+        appended = run.append()
+        recovery = getattr(appended.recovery, "step", appended.recovery)
+        assert recovery not in (resumed, newest)
+        manager.wait_until_finished()
+        assert run.append().kind == "full"
+        manager.wait_appended()
+    check_after_a_restart(run, run.step)
+
+
 #: Calls whose ids take 8 MB.
 MANY_CALLS = 1000
 

@@ -102,6 +102,8 @@ class Lineage:
         self._branch = Branch(run=run or new_run())
         #: Branches that restores have left, the newest last.
         self._former: list[Branch] = []
+        #: Deleted saves, of former branches too.
+        self._deleted: set[SaveId] = set()
         #: How many saves were begun, of all branches.
         self._begun = 0
         #: Why the next saves are bases, until one is committed.
@@ -245,14 +247,18 @@ class Lineage:
             pass
 
     def forget(self, save_id: SaveId) -> bool:
-        """Forgets a removed save if it is the newest committed one; returns whether it was."""
+        """Forgets a deleted save if it is the newest committed one; returns whether it was."""
         with self._polled() as branch:
-            if branch.previous is None or branch.previous.info.save_id != save_id:
-                return False
-            if branch.delta_base is branch.previous:
-                branch.delta_base = None
-            branch.previous = None
-            return True
+            self._deleted.add(save_id)
+            return self._forget_deleted(branch)
+
+    def _forget_deleted(self, branch: Branch) -> bool:
+        if branch.previous is None or branch.previous.info.save_id not in self._deleted:
+            return False
+        if branch.delta_base is branch.previous:
+            branch.delta_base = None
+        branch.previous = None
+        return True
 
     def next_parent(self, save_id: SaveId) -> SaveId:
         """Returns the expected parent of the next delta; the save itself if that is unknown."""
@@ -320,6 +326,7 @@ class Lineage:
                 if former.knows(clocks):
                     self._former.remove(former)
                     self._leave(former)
+                    self._forget_deleted(former)
                     return True
             return False
 

@@ -705,7 +705,9 @@ class Recorder(WalHooks):
         """See ``WalHooks``: the next record continues from a step that is saved first."""
         if step in self._committed:
             self._committed.remove(step)
-        if not self._run.lineage.forget(step) and not is_needed:
+        # Of a branch that training returns to if another step was only looked at.
+        is_continued = self._chain is not None and self._chain.delta_base == step
+        if not (self._run.lineage.forget(step) or is_continued or is_needed):
             return
         self._chain = None
         self._audit.start(None)
