@@ -329,7 +329,7 @@ def test_a_job_of_another_number_of_processes_resumes_from_the_root(nodes):
         job.close()
 
 
-def test_jobs_of_changing_numbers_of_processes_resume_from_the_newest_step(nodes):
+def test_a_job_with_another_process_count_resumes_from_the_newest_step(nodes):
     step = 0
     for count in (2, 1, 2, 4, 1):
         with nodes.job(count) as job:

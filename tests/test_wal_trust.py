@@ -449,7 +449,7 @@ def test_records_of_an_earlier_state_do_not_replay_onto_the_save_that_it_left(ru
     check_after_a_restart(run, run.step)
 
 
-def test_a_step_that_is_deleted_while_an_older_one_is_looked_at_is_no_recovery(run):
+def test_a_step_deleted_while_an_older_one_is_inspected_is_not_a_recovery_point(run):
     with run.open():
         run.save_initial()
         older = run.step

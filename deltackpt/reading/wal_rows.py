@@ -37,7 +37,8 @@ WalRows = Sequence[Sequence[RecordRows]]
 class SeenRows:
     """The rows that some WAL records contain, as a bitmap for each group.
 
-    Rows of which a record has only slots that are ``always`` written do not count: those are all.
+    A record contains all rows of its ``always`` slots. Rows that it contains only for such slots
+    are not counted.
     """
 
     def __init__(self, layout: Layout):

@@ -85,7 +85,7 @@ def _check_sharding(what: str, group: GroupEntry, field: str, leaf: Leaf) -> Non
     axes = 1 if group.columns(spec) is None else 2
     if sharding.shard_shape(leaf.shape)[axes:] != leaf.shape[axes:]:
         raise TemplateMismatch(
-            f"{what}: expected a sharding of rows, and of columns if it is as wide as its table, "
+            f"{what}: expected sharding by rows, and by columns only if as wide as its table, "
             f"found {sharding} of shape {leaf.shape}; shard it by rows"
         )
 

@@ -239,9 +239,9 @@ class RowReplica(StateHolder[LoadedState]):
         if (
             newer
             and before_point is not None
-            and not self._are_exact(newest, before_point.epoch, tables)
+            and not self._is_chain_lossless(newest, before_point.epoch, tables)
         ):
-            # The older records may have rows that no later delta has: the step has other bits.
+            # Rows of the older records may be in no later delta; the step has other bits for them.
             passed = self._tailer.plan_to(before_point, before)
             if passed is None:
                 return None
@@ -255,13 +255,13 @@ class RowReplica(StateHolder[LoadedState]):
                         changed.add(segment.group, stored.rows)
         return changed.by_table(tables.regions)
 
-    def _are_exact(self, save: StoredSave, epoch: int, tables: ReplicaTables) -> bool:
-        """Returns whether a step's chain, and the records of an epoch that exist, are lossless."""
+    def _is_chain_lossless(self, save: StoredSave, epoch: int, tables: ReplicaTables) -> bool:
+        """Returns whether a step's chain and the remaining records of an epoch are lossless."""
         records = self._tailer.records(epoch)
         chain = chains.read_chain(save.step_dir, self._item)
         of_records = [[wal_rows.rows_of(one, tables.layout)] for one in records]
         of_saves = reader.layers_of(chain, tables.targets)
-        # Without any record, the codec of those that were removed is unknown.
+        # If no record remains, the codec of the removed records is unknown.
         return bool(records) and _are_lossless([*of_saves, *of_records])
 
     def _updates_since(

@@ -128,7 +128,7 @@ class Tailer:
         return None
 
     def newest_step(self) -> int | None:
-        """Returns the training step of the newest committed step or full point that was listed."""
+        """Returns the training step of the newest listed step or full recovery point, or None."""
         newest_point = (one.step for one in self._index.points() if one.full)
         found = [self._newest, next(newest_point, None)]
         return max((step for step in found if step is not None), default=None)
@@ -174,7 +174,7 @@ class Tailer:
             self._index, self._unreadable = WalIndex(()), without_frames(error)
         except StorageError as error:
             self._unreadable = without_frames(error)
-            # An outage of Kafka, for example: without a newer epoch, what was read still counts.
+            # For example, a Kafka outage: unless there is a newer epoch, the index stays valid.
             with contextlib.suppress(StorageError):
                 if self._reader.numbers()[:1] != [one.head.epoch for one in self._index.views[:1]]:
                     self._index = WalIndex(())

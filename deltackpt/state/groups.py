@@ -133,7 +133,7 @@ def _check_array_names(table: str, specs: tuple[FieldSpec, ...]) -> None:
         longest = codecs.array_name(spec.name, max(codecs.SUFFIXES, key=len))
         if not is_name(urllib.parse.quote(longest, safe="")):
             raise TableSelectionError(
-                f"table {table}: expected slot names that can be names of folders, found "
+                f"table {table}: expected slot names that fit in a folder name, found "
                 f"{spec.name}, which is too long; name the slots with "
                 "Tables(slots={table pattern: {slot name: path}})"
             )

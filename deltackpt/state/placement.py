@@ -213,7 +213,7 @@ def put(value: np.ndarray, leaf: object) -> jax.Array:
             return jax.device_put(value)
     if sharding.is_fully_addressable:
         return _laid_out(jax.device_put(value, sharding), leaf)
-    # Its dtype is asked for if this process has no device of it.
+    # JAX cannot infer the dtype in a process without a device of the sharding.
     found = jax.make_array_from_callback(
         value.shape, sharding, lambda index: value[index], dtype=value.dtype
     )
@@ -235,7 +235,7 @@ def assembled(leaf: Leaf, boxes: Mapping[Any, _Box], held: Mapping[_Box, np.ndar
         )
         for device, box in boxes.items()
     ]
-    # Its dtype is asked for if this process has no piece.
+    # JAX cannot infer the dtype in a process without a piece.
     return _laid_out(
         jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays, dtype=leaf.dtype),
         leaf,

@@ -656,7 +656,7 @@ def _dense_key(path: KeyPath) -> tuple[str, ...]:
 def _check_dense_keys(found: Sequence[KeyPath]) -> None:
     """Checks that no dense leaf would be stored in the place of another one, or inside it."""
     held = sorted((_dense_key(path), number) for number, path in enumerate(found))
-    # Keys that begin with the same steps follow each other.
+    # Sorted keys with the same leading path components are adjacent.
     clashes = {
         path_name(found[number])
         for (key, number), (other, _) in itertools.pairwise(held)

@@ -245,7 +245,7 @@ def mark_rows(state: TouchState, rows: Mapping[str, jax.Array | np.ndarray]) -> 
     for name, mask in rows.items():
         key = key_of("mark_rows", name, stamps)
         if isinstance(mask, np.ndarray):
-            mask = mask.copy()  # jax may read it later, when the caller has reused it.
+            mask = mask.copy()  # JAX reads it asynchronously; the caller may reuse it.
         stamps[key] = jnp.where(mask, clock, stamps[key])
     return TouchState(clock, stamps, state.identity)
 

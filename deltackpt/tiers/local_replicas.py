@@ -138,7 +138,7 @@ class LocalReplicas:
             try:
                 with offer.tier.open(offer.ref) as reader:
                     if bundles.read_manifest(reader, offer.ref)[0].shards != self._shards:
-                        return False  # A shard of a job of another number of processes.
+                        return False  # The shard is from a job with another process count.
                     contents = bundles.unpack(reader, offer.ref, temporary, fsync=fsync)
                 if item is not None:
                     _check_save(temporary, item, contents.save_id)

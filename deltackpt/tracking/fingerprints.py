@@ -325,7 +325,7 @@ def _on_devices_of(array: object, other: jax.Array) -> jax.Array:
 
 
 def _devices(array: jax.Array) -> list[Any]:
-    """Returns the devices of an array in their order, which the arguments of a program share."""
+    """Returns an array's devices in order; it must be the same for all arguments of a jit."""
     return [*array.sharding.devices_indices_map(array.shape)]
 
 
@@ -351,7 +351,7 @@ def _like(array: object, other: jax.Array) -> jax.Array:
 
 
 def _sent(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Returns an array of the host, which every process has, on devices."""
+    """Places a NumPy array, which must be the same on every process, on devices."""
     # ``jax.device_put`` would compare the values of all processes, and NaN differs from itself.
     with jax.enable_x64(True):
         leaf = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

@@ -119,7 +119,7 @@ def track(
             changed = _changed_rows(flat, chosen, always, params, updates, state.inner, new)
         touched = _marked(state.touched, changed)
         if any(isinstance(leaf, np.ndarray) for leaf in given):
-            # On CPUs jax would read them later, when the caller may have reused their memory.
+            # On CPU, JAX reads NumPy arrays asynchronously; the caller may overwrite them first.
             updates, touched = jax.block_until_ready((updates, touched))
         return updates, TrackState(touched, new)
 

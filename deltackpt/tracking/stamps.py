@@ -290,7 +290,7 @@ def _stamp(name: str, stamps: jax.Array, clock: jax.Array, ids: object, mask: ob
         return stamps
     if isinstance(ids, jax.Array):
         if isinstance(mask, np.ndarray):
-            mask = mask.copy()  # jax may read it later, when the caller has reused it.
+            mask = mask.copy()  # JAX reads it asynchronously; the caller may reuse it.
         return _stamped(stamps, clock, ids, mask)
     held = ids.astype(jax.dtypes.canonicalize_dtype(ids.dtype))
     # An update that is given 64-bit ids of the host cuts them to 32 bits.

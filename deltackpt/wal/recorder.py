@@ -130,14 +130,14 @@ class Recorder(WalHooks):
         self._start_run("")
 
     def _start_run(self, run: str) -> None:
-        #: The run of which it is all; another one after a restore.
+        #: The run that these fields describe; a restore starts another.
         self._of_run = run
         self._chain: _Continuation | None = None
-        #: Whether the head of the run was written, or none is needed.
+        #: Whether the epoch header of the run was written, or none is needed.
         self._begun = False
         #: Why this run writes no more records; None while it does.
         self._ended: str | None = None
-        #: Whether points of this run are known to be wrong, and still count on disk.
+        #: Whether recovery points of this run are known to be wrong but still count on disk.
         self._voiding = False
         #: Whether the next save is the first thing that records can continue from.
         self._needs_root = False
@@ -705,7 +705,7 @@ class Recorder(WalHooks):
         """See ``WalHooks``: the next record continues from a step that is saved first."""
         if step in self._committed:
             self._committed.remove(step)
-        # Of a branch that training returns to if another step was only looked at.
+        # Training may return to this branch if the restore of another step was only an inspection.
         is_continued = self._chain is not None and self._chain.delta_base == step
         if not (self._run.lineage.forget(step) or is_continued or is_needed):
             return
