@@ -395,7 +395,7 @@ class _Startup:
                 continue
             if info is not None and self.state.was_committed(info.save_id):
                 is_retired = uploaded is None or uploaded.save_id != info.save_id
-                # After a change of the process count, shards are read remotely: other nodes have some.
+                # With another process count, shards are read remotely: other nodes have some.
                 if is_retired or self._why_no_shard(step) is not None:
                     self.local.remove_steps([step])
                 continue
