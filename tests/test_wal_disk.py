@@ -86,6 +86,49 @@ def records_in_wal(root: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", CALLS[:2])
+def test_rows_of_a_failed_record_are_in_the_next_one(kind, tmp_path, run, disk):
+    failed = []
+    with run.open() as manager:
+        run.save_initial()
+        disk.calls.clear()
+        disk.fail(kind, LOG, after=2)
+        for _ in range(4):
+            with quiet():
+                run.append()
+            try:
+                assert isinstance(manager.wait_appended(), RecoveryPoint)
+            except AppendFailed:
+                failed.append(run.step)
+    assert len(disk.failures) == len(failed) == 1
+    assert_nothing_is_tried_again(disk)
+    assert_no_seq_twice(tmp_path)
+    assert records_in_wal(tmp_path) == [step for step in (1, 2, 3, 4) if step not in failed]
+    with run.open():
+        result = run.resume()
+        assert result.step == 4 and result.skipped == ()
+
+
+def test_rows_queued_behind_a_failure_are_in_the_next_record(tmp_path, run, disk):
+    with run.open() as manager:
+        run.save_initial()
+        held = disk.pause("fdatasync", LOG, errno=errno.EIO, times=1)
+        run.append()
+        assert held.reached.wait(60)
+        for _ in range(3):
+            run.append()
+        held.release()
+        with pytest.raises(AppendFailed):
+            manager.wait_appended()
+        run.append()
+        manager.wait_appended()
+    assert records_in_wal(tmp_path)[-1] == 5
+    assert_nothing_is_tried_again(disk)
+    assert_no_seq_twice(tmp_path)
+    with run.open():
+        assert run.resume().step == 5
+
+
+@pytest.mark.parametrize("kind", CALLS[:2])
 @pytest.mark.parametrize("dense", ["whole", "delta"])
 def test_repeated_failures_end_in_a_saved_step(kind, dense, tmp_path, run, disk):
     with run.started(options(dense=dense), appends=2) as manager:

@@ -449,6 +449,51 @@ def test_records_of_an_earlier_state_do_not_replay_onto_the_save_that_it_left(ru
     check_after_a_restart(run, run.step)
 
 
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_a_save_of_an_earlier_state_is_what_the_next_record_continues_from(run, by_ids):
+    with run.open() as manager:
+        run.save_initial()
+        for _ in range(2):
+            run.append()
+        earlier = run.state, run.touched
+        run.train(2)
+        run.save()
+        run.state, run.touched = earlier
+        run.save(wait=False)
+        saved = run.step
+        # The clock passes that of the save that training left.
+        run.train(3)
+        for _ in range(2):
+            logged = run.append_named(saved) if by_ids else run.append()
+            assert logged.kind == "full"
+        manager.wait_until_finished()
+        manager.wait_appended()
+        for point in manager.recovery_points():
+            run.check(manager.restore(point, run.state))
+        assert manager.recovery_points()[0].step == run.step
+    check_after_a_restart(run, run.step)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("ids", [None, {"users": [-1]}])
+def test_a_step_is_saved_if_the_ids_of_an_earlier_call_are_unknown(untracked, ids, saves):
+    run = untracked
+    with run.open() as manager:
+        manager.save(0, run.state)
+        assert named_alone(run).kind == "full"
+        with pytest.raises(DeltackptError):
+            named_alone(run, ids=ids)
+        if saves:
+            manager.save(run.train(), run.state)
+        logged = named_alone(run)
+        assert logged.saved is not None and "did not name its rows" in logged.reason
+        manager.wait_until_finished()
+        for _ in range(2):
+            assert named_alone(run).kind == "full"
+        manager.wait_appended()
+    check_after_a_restart(run, run.step)
+
+
 def test_a_step_deleted_while_an_older_one_is_inspected_is_not_a_recovery_point(run):
     with run.open():
         run.save_initial()
