@@ -456,12 +456,14 @@ def test_a_save_of_an_earlier_state_is_what_the_next_record_continues_from(run, 
         for _ in range(2):
             run.append()
         earlier = run.state, run.touched
-        run.train(2)
-        run.save()
+        for _ in range(3):
+            logged = run.append_named() if by_ids else run.append()
+            assert logged.kind == "full"
+        manager.wait_appended()
         run.state, run.touched = earlier
         run.save(wait=False)
         saved = run.step
-        # The clock passes that of the save that training left.
+        # The clock passes that of the last record.
         run.train(3)
         for _ in range(2):
             logged = run.append_named(saved) if by_ids else run.append()
