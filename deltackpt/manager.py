@@ -866,7 +866,7 @@ class CheckpointManager:
                 stack.callback(self._watch.cancel)
 
     def _end(self, reason: str, ending: exits.Ending) -> None:
-        """Waits for the saves, then closes or leaves as ``ending`` says; see ``exits.Watch``."""
+        """Waits for the saves, then closes or leaves; see ``exits.Watch`` for ``ending``."""
         limit = self.options.timeouts.close_secs
         if not self._lock.acquire(timeout=limit):
             raise WaitTimeout(

@@ -365,8 +365,8 @@ class Live(Versions):
         Args:
           consumer: a name for ``status``.
           tables: globs over followed tables, or ends of their names.
-          after: continue after this position, that of a complete batch. What changed since then is
-            looked up in storage if this object has not seen the position.
+          after: continue after this position, that of a complete batch. If this object has not
+            seen the position, later changes are looked up in storage.
           batch_rows: maximum rows per batch.
           wait_secs: end the iteration if nothing new arrives for so long, in seconds; None waits
             until this object is closed.

@@ -59,7 +59,8 @@ class RowTracking:
         self._mode, self._dense_blocks = mode, dense_blocks
         self._may_stop = may_stop and not dense_blocks
         self.tracker = RowTracker() if mode == "fingerprints" else None
-        #: What a TouchState has replaced, until a save begins: one that is refused changes nothing.
+        #: The tracker that a TouchState has replaced, until a save begins: a refused save changes
+        #: nothing.
         self._replaced: RowTracker | None = None
         #: Whether rows were hashed for a save or a record since the start or a restore.
         self._hashed = False

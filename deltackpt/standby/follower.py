@@ -524,7 +524,7 @@ class Follower(RowReplica):
         shard: int = 0,
         shards: int = 1,
         memory_bytes: int | None = None,
-        endpoint: str | None = None,  # Of the bucket's server, if not the provider's.
+        endpoint: str | None = None,  # URL of the bucket's server; None for the provider's.
         wal: KafkaWal | None = None,  # Reads WAL records in Kafka.
         soft: bool = True,  # Also apply records without dense leaves, soon above a full point.
     ):

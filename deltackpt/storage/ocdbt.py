@@ -159,7 +159,7 @@ def implied(described: Mapping[str, bytes]) -> set[str]:
 def check_keys(name: str, keys: Set[str], values: Mapping[str, bytes | memoryview]) -> None:
     """Raises ``Damaged`` if a database lacks values that its arrays imply, or has others.
 
-    Of ``values``, only descriptions of arrays are looked at, and all must be there.
+    Only the descriptions of arrays in ``values`` are read; all of them must exist.
     """
     tail = f"/{ZARRAY}"
     described = {

@@ -71,7 +71,7 @@ class _Superseded(DeltackptError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardReport:
-    """An uploader's report on its shard of a save; ``problem`` says why it cannot be uploaded."""
+    """An uploader's report on its shard of a save; ``problem`` is why it cannot be uploaded."""
 
     process: int
     objects: int = 0
@@ -577,7 +577,7 @@ def delay_secs(made: Sequence[float], now: float, process: int, processes: int) 
 
 
 def _read_report(at: StorePath, process: int) -> ShardReport:
-    """Reads a report; an unreadable one is a problem of its save, since nobody replaces it."""
+    """Reads a report; if it is unreadable, its save cannot be uploaded: no process replaces it."""
     data = at.store.get(at.key)
     try:
         return records.from_bytes(data, ShardReport, name=at.shown(), magic=_REPORT)

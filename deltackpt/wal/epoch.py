@@ -54,7 +54,7 @@ class OpenEpoch:
         assert options is not None
         self.head = head
         root, folder = run.local.path, WalFolder(store_path(run.local.wal_dir))
-        #: Where this process sees the header.
+        #: The folders in which this process sees the header.
         self._heads = [folder]
         no_shared_fs = run.no_shared_fs
         if no_shared_fs and run.coordinator.index > 0:
