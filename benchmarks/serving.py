@@ -75,11 +75,12 @@ def followed(root: Path, address: Path, *kafka: str) -> Iterator[subprocess.Pope
     follow = workers_without_jax.follow
     with fresh.started(follow, root, address, kafka, stdin=subprocess.PIPE) as process:
         fresh.heard(process)
-        assert process.stdin is not None
+        assert process.stdin is not None and process.stdout is not None
         try:
             yield process
         finally:
             process.stdin.close()
+            process.stdout.read()  # Otherwise the follower could not print its result.
 
 
 def lag(
