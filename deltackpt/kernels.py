@@ -15,10 +15,9 @@ import contextlib
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
@@ -87,16 +86,16 @@ def _plain(array: np.ndarray) -> bool:
 # Rows.
 
 
-def _as_numpy(arrays: Sequence[Any]) -> list[np.ndarray]:
+def _as_numpy(arrays: Sequence[object]) -> list[np.ndarray]:
     return [*map(np.asarray, arrays)]
 
 
 #: The buffer of a jax array takes half the time of ``np.asarray``, but some dtypes have none.
-_LISTS: tuple[Callable[[Sequence[Any]], list[Any]], ...] = (list, _as_numpy)
+_LISTS: tuple[Callable[[Sequence[object]], Sequence[object]], ...] = (list, _as_numpy)
 
 
 def gather(
-    sources: Sequence[Any],
+    sources: Sequence[object],
     firsts: np.ndarray,
     stops: np.ndarray,
     rows: np.ndarray,
@@ -128,7 +127,7 @@ def gather(
         source.take(local[chunk], 0, out[chunk], "clip")
 
 
-def scan(stamps: Sequence[Any], clock: int, first: int = 0) -> np.ndarray:
+def scan(stamps: Sequence[Sized], clock: int, first: int = 0) -> np.ndarray:
     """Returns the int64 indices of the int32 stamps above a clock, ascending.
 
     The arrays, of numpy or jax, lie end to end; ``first`` is the index of the first stamp.
