@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures rows of the training state: gathers them in pieces, and stages or pins them.
 
-On the CPU backend shards are zero-copy numpy views, gathered by ``kernels`` (even numpy's gather is
+On the CPU backend, ``kernels`` gathers rows from the buffers of the shards (even numpy's gather is
 10 times faster there than a jitted one). XLA does not donate a buffer while a view of it lives, so
 no view is left when ``StagedRows.wait`` returns. On an accelerator a gather is dispatched per shard
 before ``save()`` returns, so later steps may donate the tables.
