@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +44,6 @@ def imports(report: Report, options: argparse.Namespace, place: Path) -> None:
         f"`deltackpt {word}`": ["-m", "deltackpt.cli", word, str(place)]
         for word in ("ls", "verify")
     }
-    # An installed package has bytecode; without it, each process would compile the package.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def started(words: list[str]) -> dict[str, float]:
         command = [sys.executable, *words]

@@ -15,7 +15,7 @@ import contextlib
 import math
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from types import ModuleType
 
@@ -86,14 +86,22 @@ def _plain(array: np.ndarray) -> bool:
 # Rows.
 
 
+def _as_numpy(arrays: Sequence[object]) -> list[np.ndarray]:
+    return [*map(np.asarray, arrays)]
+
+
+#: The buffer of a jax array takes half the time of ``np.asarray``, but some dtypes have none.
+_LISTS: tuple[Callable[[Sequence[object]], Sequence[object]], ...] = (list, _as_numpy)
+
+
 def gather(
-    sources: Sequence[np.ndarray],
+    sources: Sequence[object],
     firsts: np.ndarray,
     stops: np.ndarray,
     rows: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Copies rows (n,) of several arrays into ``out``, contiguous, of their dtype.
+    """Copies rows (n,) of numpy or jax arrays into ``out``, contiguous, of their dtype.
 
     ``rows`` up to the first of the ``stops`` are those of the first source, and so on; each of the
     ``firsts`` is the index of the first row of a source. ``out`` does not overlap the sources. A
@@ -103,9 +111,11 @@ def gather(
         return
     if _used is not None and _plain(out):
         rows = np.ascontiguousarray(rows, np.int64)
-        with contextlib.suppress(BufferError):  # Otherwise, a source is not contiguous.
-            _used.gather([*sources], out.itemsize, out[0].size, firsts, stops, rows, out)
-            return
+        for list_of in _LISTS:
+            with contextlib.suppress(BufferError):  # Otherwise, a source is not contiguous.
+                _used.gather(list_of(sources), out.itemsize, out[0].size, firsts, stops, rows, out)
+                return
+    sources = _as_numpy(sources)
     starts = np.concatenate([[0], stops[:-1]])
     chunks = [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist())]
     local = rows - np.repeat(firsts, stops - starts)
@@ -117,17 +127,17 @@ def gather(
         source.take(local[chunk], 0, out[chunk], "clip")
 
 
-def scan(stamps: Sequence[np.ndarray], clock: int, first: int = 0) -> np.ndarray:
+def scan(stamps: Sequence[Sized], clock: int, first: int = 0) -> np.ndarray:
     """Returns the int64 indices of the int32 stamps above a clock, ascending.
 
-    The arrays of stamps lie end to end; ``first`` is the index of the first stamp.
+    The arrays, of numpy or jax, lie end to end; ``first`` is the index of the first stamp.
     """
     count = sum(map(len, stamps))
     if not count:
         return np.empty(0, np.int64)
     if count > _SCANNED_AT_ONCE:
         chunks = []
-        for one in stamps:
+        for one in _as_numpy(stamps):
             for start in range(0, len(one), _SCANNED_AT_ONCE):
                 piece = one[start : start + _SCANNED_AT_ONCE]
                 chunks.append(scan([piece], clock, first))
@@ -136,10 +146,11 @@ def scan(stamps: Sequence[np.ndarray], clock: int, first: int = 0) -> np.ndarray
     if _used is not None:
         # Pages that are never written take no memory.
         found = np.empty(count, np.int64)
-        with contextlib.suppress(BufferError):  # Otherwise, an array is not contiguous.
-            found.resize(_used.scan([*stamps], clock, first, found), refcheck=False)
-            return found
-    return (np.concatenate(stamps) > clock).nonzero()[0] + np.int64(first)
+        for list_of in _LISTS:
+            with contextlib.suppress(BufferError):  # Otherwise, an array is not contiguous.
+                found.resize(_used.scan(list_of(stamps), clock, first, found), refcheck=False)
+                return found
+    return (np.concatenate(_as_numpy(stamps)) > clock).nonzero()[0] + np.int64(first)
 
 
 def encode_uniform(

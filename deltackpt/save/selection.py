@@ -360,7 +360,7 @@ class Stamps:
             start = tables.tables[0][0].offset
 
             def scan() -> np.ndarray:
-                return kernels.scan([*map(np.asarray, stamps)], since[place], start)
+                return kernels.scan(stamps, since[place], start)
 
         else:
             scans = [

@@ -8,6 +8,7 @@ dropped. ``None`` and empty containers are treated as leaves, so that a split do
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +41,11 @@ class Flat:
     paths: list[KeyPath]
     in_variable: list[bool]
     treedef: object
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The paths as strings."""
+        return [path_name(path) for path in self.paths]
 
 
 def is_empty(node: object) -> bool:
@@ -141,7 +147,7 @@ def check_select(select: object, option: str = "select") -> None:
 
 def choose(select: Select, flat: Flat, among: Iterable[int]) -> list[int]:
     """Returns the positions ``among`` some whose leaves ``select`` selects, ascending."""
-    names = {i: path_name(flat.paths[i]) for i in among}
+    names = {i: flat.names[i] for i in among}
     if callable(select):
         found = {i for i in names if select(flat.paths[i], flat.leaves[i])}
         if not found:

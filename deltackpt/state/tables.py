@@ -505,7 +505,7 @@ def _dense_slots(
 def _choose(
     flat: Flat, tables: Tables, tracked: set[int], optimizer: list[bool | None]
 ) -> list[TableFields]:
-    names = [path_name(path) for path in flat.paths]
+    names = flat.names
     usable = [
         i for i in range(len(names)) if i not in tracked and not paths.is_empty(flat.leaves[i])
     ]
