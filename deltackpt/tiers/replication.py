@@ -458,6 +458,12 @@ class ReplicationClient:
                     self.journal.learn(data, f"{self.stage.path}/entry.msgpack")
         return progress
 
+    def second_newest(self) -> SaveId | None:
+        """Returns the second-newest remote save that this process knows of, or None."""
+        self.read_progress()
+        steps = self.steps.uploaded()
+        return steps[sorted(steps)[-2]].save_id if len(steps) > 1 else None
+
     def remote(self) -> State:
         """Returns the remote state, at least as new as the leading process has seen."""
         if not self.leads:
