@@ -53,6 +53,7 @@ from deltackpt.tiers.staging import (
     rolled_back,
     step_of,
 )
+from deltackpt.tiers.wal_upload import oldest_needed
 
 #: Seconds between two polls of the replicator's progress while a caller waits.
 _POLL_SECS = 0.02
@@ -458,11 +459,10 @@ class ReplicationClient:
                     self.journal.learn(data, f"{self.stage.path}/entry.msgpack")
         return progress
 
-    def second_newest(self) -> SaveId | None:
-        """Returns the second-newest remote save that this process knows of, or None."""
+    def oldest_needed(self) -> SaveId | None:
+        """Returns the remote save onto which a WAL that survives the node is replayed, or None."""
         self.read_progress()
-        steps = self.steps.uploaded()
-        return steps[sorted(steps)[-2]].save_id if len(steps) > 1 else None
+        return oldest_needed(self.journal.known)
 
     def remote(self) -> State:
         """Returns the remote state, at least as new as the leading process has seen."""

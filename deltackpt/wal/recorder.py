@@ -791,7 +791,7 @@ class Recorder(WalHooks):
         run, replication = self._run, self._run.replication
         if replication is not None and (run.topic is not None or local_directory(run) is not None):
             # Records that survive the node are replayed onto what it has uploaded.
-            return replication.second_newest()
+            return replication.oldest_needed()
         return self._committed[0] if len(self._committed) == 2 else None
 
 
