@@ -150,7 +150,7 @@ class ReadRows:
 
     Attributes:
       step: the training step.
-      tables: table path to ``"values"`` and the names of slots to the requested rows, on the host.
+      tables: table path to ``"values"`` and ``"slot.<name>"`` to the requested rows, on the host.
       chain: the steps that were read, base first.
       bytes_read: bytes of tables and slots that were read.
       seconds: wall time in seconds.

@@ -245,7 +245,7 @@ def one(trainer) -> Follower:
     return holding(trainer)
 
 
-def holding(trainer: Trainer) -> Follower:
+def holding(trainer: TrainingRun) -> Follower:
     found = opened(trainer.root)
     assert found.advance()
     return found
@@ -338,6 +338,29 @@ def test_a_new_base_of_the_same_rows_is_compared_and_not_reloaded(trainer, one):
     assert in_place and all(in_place)
     trainer.assert_held(one, 2)
     assert one.address == place and one.loaded.sequence == before + 2
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1)], ids=str)
+def test_a_new_base_of_a_table_with_one_column_is_applied(tmp_path, shape):
+    def move(state, marks, step):
+        state = jax.tree.map(lambda leaf: leaf.at[step].set(step), state)
+        return state, deltackpt.touched.mark(marks, {"table": jnp.array([step])})
+
+    state = {"table": jnp.zeros(shape), "slot": jnp.zeros(5)}
+    run = TrainingRun(
+        tmp_path / "root",
+        state=state,
+        tables=deltackpt.Tables(select="table", slots={"table": {"sum": "slot"}}),
+        touched=deltackpt.touched.init({"table": state["table"]}),
+        move=move,
+    )
+    with run.open():
+        run.save()
+        one = holding(run)
+        run.save(force_base=True)
+    assert one.advance()
+    table, slot = np.asarray(run.state["table"]), np.asarray(run.state["slot"])
+    assert_rows(one, {"table": {"values": table, "slot.sum": slot}})
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.base)

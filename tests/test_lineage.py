@@ -280,6 +280,7 @@ def test_a_run_can_go_back_from_a_step_that_was_only_inspected(trainer):
     restored(trainer, first, at(0, identity=8))
     assert trainer.lineage.can_go_back
     assert not trainer.lineage.go_back(at(1, identity=8))
+    assert trainer.lineage.next(clocks=at(3), layout=LAYOUT).kind == "delta"
     assert trainer.lineage.go_back(at(3))
     third = trainer.begin(3)
     assert third.parent is not None and third.parent.save_id == second.save_id

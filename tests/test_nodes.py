@@ -22,6 +22,7 @@ from unittest import mock
 
 import command
 import numpy as np
+import orbax.checkpoint as ocp
 import proxy
 import pytest
 import servers
@@ -30,7 +31,7 @@ from machine import free_port
 from test_tiers import Node as TrainingNode
 from test_tiers import resume_on_empty_nodes
 
-from deltackpt import inspect
+from deltackpt import inspect, interchange
 from deltackpt.errors import InUse, OptionError, OutOfSpace, StorageError
 from deltackpt.nodes.blobs import MemoryBlobs
 from deltackpt.nodes.directory_blobs import INCOMING, DirectoryBlobs
@@ -627,6 +628,10 @@ def test_a_run_stored_on_nodes_resumes_on_an_empty_node(tmp_path, monkeypatch):
         assert copied.returncode == 0, copied.stderr
         assert command.run("verify", tmp_path / "copy").returncode == 0
         assert np.array_equal(inspect.open(tmp_path / "copy").at(4)["bias"], expected[4]["bias"])
+        interchange.export_orbax(url, 4, tmp_path / "exported")
+        with ocp.CheckpointManager(tmp_path / "exported") as exported:
+            found = exported.restore(4, args=ocp.args.StandardRestore())
+        assert np.array_equal(found["bias"], expected[4]["bias"])
 
 
 def test_sigterm_works_whichever_thread_it_interrupts():

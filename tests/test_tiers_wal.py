@@ -50,6 +50,7 @@ from deltackpt.tiers import wal_upload
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.replication import ReplicationClient
 from deltackpt.tiers.uploader import Uploader
+from deltackpt.wal import LocalWal
 
 __all__ = ["alone", "breakable", "one", "other", "s3", "server"]
 
@@ -352,6 +353,32 @@ def test_the_remote_steps_decide_which_records_are_removed(alone, one):
     place = one.place() / naming.LOG
     assert {name.partition("/")[0] for name in place.keys()} == {ref.prefix.partition("/")[2]}
     one.resumed(12, wait_for="staging")
+
+
+@pytest.mark.parametrize("kept_steps", [None, 1])
+def test_a_wal_that_survives_its_node_is_trimmed_by_the_remote_steps(
+    alone, one, other, tmp_path, kept_steps
+):
+    wal = WalOptions(backend=LocalWal(directory=str(tmp_path / "wal"), segment_bytes=1))
+    with one.manager(wait_for="staging", wal=wal, max_to_keep=kept_steps) as manager:
+        one.save(manager, 0)
+        one.log(manager, 1)
+        upload_all(one)
+        for step in (2, 4, 6):
+            one.save(manager, step, force_base=True)
+            one.log(manager, step + 1)
+        with other.manager(access="read") as reader:  # What a new node finds.
+            assert other.restore(reader).step == 7
+            assert same(other.held(), one.held())
+        kept = len([*tmp_path.glob("wal/**/*.seg")])
+        upload_all(one)
+        one.save(manager, 8)
+        one.log(manager, 9)
+        manager.recovery_points()  # Waits until trimming has ended.
+        assert len([*tmp_path.glob("wal/**/*.seg")]) < kept
+    with other.manager(access="read") as reader:
+        assert one.root()[-1] == 6 and other.restore(reader).step == 9
+        assert same(other.held(), one.held())
 
 
 def test_points_below_a_step_with_other_leaves_stay_until_it_is_uploaded(alone, one, other):

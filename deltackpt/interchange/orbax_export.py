@@ -57,7 +57,7 @@ def export_orbax(
     Needs host memory for three copies of the state (measured), two of them in Orbax.
 
     Args:
-      directory: the checkpoint directory.
+      directory: the checkpoint directory: a path, or a bucket URL.
       step: the step; None for the newest.
       target: the new directory; it appears complete or not at all.
       item: name of the deltackpt item in the steps; detected by default.
@@ -86,7 +86,7 @@ def export_orbax(
         # Report errors in the globs before anything is read.
         wanted = None if patterns == ("**",) else chosen(found, patterns)
         with published(goal) as temporary:
-            state = _restored(checkpoints.path, number, checkpoints.item, wal, progress)
+            state = _restored(directory, number, checkpoints.item, wal, progress)
             state = with_numbers(state, found.dense)
             if wanted is not None:
                 state = _only(state, wanted)
@@ -105,7 +105,11 @@ def export_orbax(
 
 
 def _restored(
-    directory: Path, step: int, item: str, wal: KafkaWal | None, progress: Progress | None
+    directory: str | os.PathLike[str],
+    step: int,
+    item: str,
+    wal: KafkaWal | None,
+    progress: Progress | None,
 ) -> PyTree:
     # The step itself records which of its leaves are tables.
     handlers = {item: Tables(select="**")}

@@ -130,7 +130,7 @@ class Lineage:
             branch.attempts += 1
             self._begun += 1
             save_id = SaveId(branch.run, step, branch.attempts)
-            parent, reason = self._decide(clocks, layout, force_base, committed)
+            parent, reason = self._decide(branch, clocks, layout, force_base, committed)
             before = branch.begun
             known = branch.start_save(save_id, step_dir, parent, clocks, layout, self._begun)
             if parent is None:
@@ -198,11 +198,12 @@ class Lineage:
 
         A delta may still become a base, if the tracking audit fails or nearly all rows are touched.
         """
-        with self._lock:
-            parent, reason = self._decide(clocks, layout, False, self._poll())
+        with self._polled() as branch:
+            branch = self._left(clocks) or branch
+            parent, reason = self._decide(branch, clocks, layout, False, None)
             if parent is None:
                 return Decision(kind="base", parent=None, reason=reason)
-            which = "base" if parent is self._branch.delta_base else "previous"
+            which = "base" if parent is branch.delta_base else "previous"
             return Decision(kind="delta", parent=which, reason=reason)
 
     @property
@@ -319,16 +320,20 @@ class Lineage:
         The step was then restored only for inspection, and training continues with its state in
         memory; ``restored`` is reset, unless there was a save since.
         """
-        with self._polled() as branch:
-            if not clocks.readings or branch.knows(clocks):
+        with self._polled():
+            former = self._left(clocks)
+            if former is None:
                 return False
-            for former in reversed(self._former):
-                if former.knows(clocks):
-                    self._former.remove(former)
-                    self._leave(former)
-                    self._forget_deleted(former)
-                    return True
-            return False
+            self._former.remove(former)
+            self._leave(former)
+            self._forget_deleted(former)
+            return True
+
+    def _left(self, clocks: Clocks) -> Branch | None:
+        """Returns the branch to which ``go_back`` returns, or None."""
+        if not clocks.readings or self._branch.knows(clocks):
+            return None
+        return next((one for one in reversed(self._former) if one.knows(clocks)), None)
 
     def _leave(self, branch: Branch) -> None:
         self._poll()
@@ -376,13 +381,17 @@ class Lineage:
         return known
 
     def _decide(
-        self, clocks: Clocks, layout: Layout, force_base: bool, committed: Known | None
+        self,
+        branch: Branch,
+        clocks: Clocks,
+        layout: Layout,
+        force_base: bool,
+        committed: Known | None,
     ) -> tuple[Known | None, str]:
         """Returns the parent of a delta, or None for a base, and the reason.
 
         ``committed`` is the save that ``_poll`` has just found: it need not be looked up again.
         """
-        branch = self._branch
         delta_base, previous = branch.delta_base, branch.previous
         exhausted = any(clock_exhausted(reading.clock) for reading in clocks.readings)
         for applies, reason in (

@@ -447,7 +447,7 @@ class FileStore:
     def delete(self, keys: Iterable[str]) -> None:
         """See ``Store``; also removes folders that become empty."""
         for key in keys:
-            with contextlib.suppress(Missing), self._refusals(key, "removed"):
+            with contextlib.suppress(Missing), self._refusals(key, "remove it"):
                 DurableDir(self.path).remove_file(self.path / key)
 
     def dir_identity(self, folder: str) -> DirIdentity | None:

@@ -781,9 +781,18 @@ class Recorder(WalHooks):
             return
         self._committed.append(newest)
         busy = self._trimming is not None and not self._trimming.done()
-        if len(self._committed) < 2 or self._epoch is None or busy:
+        if self._epoch is None or busy:
             return
-        self._trimming = self._runtime.start(_truncate, self._epoch, self._committed[0])
+        if (oldest := self._oldest_needed()) is not None:
+            self._trimming = self._runtime.start(_truncate, self._epoch, oldest)
+
+    def _oldest_needed(self) -> SaveId | None:
+        """Returns the oldest save onto which a restore may have to replay; None if unknown."""
+        run, replication = self._run, self._run.replication
+        if replication is not None and (run.topic is not None or local_directory(run) is not None):
+            # Records that survive the node are replayed onto what it has uploaded.
+            return replication.oldest_needed()
+        return self._committed[0] if len(self._committed) == 2 else None
 
 
 def _truncate(epoch: OpenEpoch, oldest: SaveId) -> None:
