@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import errno
 import os
@@ -12,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -136,17 +134,6 @@ def test_a_base_without_deltas_needs_no_compaction(tmp_path):
     assert run_compaction(tmp_path, 4) is not None
     assert run_compaction(tmp_path, 4) is None
     assert run_compaction(tmp_path, 3) is not None, "an older step of the same chain"
-
-
-def test_a_compacted_base_is_merged_again_with_later_deltas(tmp_path):
-    write_chain(tmp_path, 6, codec="adaptive4")
-    before = contents(tmp_path, 5)
-    run_compaction(tmp_path, 2)
-    remove(tmp_path, 0, 1, 2)
-    assert chain(tmp_path, 5)[0] == "compacted/2/embeddings"
-    assert run_compaction(tmp_path, 5).deltas == 3
-    shutil.rmtree(tmp_path / "compacted" / "2")
-    assert contents(tmp_path, 5) == before
 
 
 def test_a_shard_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
@@ -443,55 +430,6 @@ def test_a_rollback_moves_the_bases_of_later_steps_aside(tmp_path):
         model.assert_same(one.restore(5, states[3]).state, states[3])
     [aside] = (tmp_path / "rolled-back").iterdir()
     assert sorted(os.listdir(aside)) == ["4", "5", "compacted"]
-
-
-def test_a_reader_during_training_compaction_and_retention_sees_whole_steps(tmp_path):
-    state, touched = model.start()
-    sums: dict[int, bytes] = {}
-    stop = threading.Event()
-
-    def contents_of(state) -> bytes:
-        return b"".join(np.asarray(state["tables"][name]).tobytes() for name in model.ROWS)
-
-    def read() -> int:
-        count = 0
-        with manager(tmp_path, access="read") as one:
-            while not stop.is_set():
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    try:
-                        found = one.restore_latest()
-                    except errors.RestoreError:
-                        continue
-                if found is not None:
-                    assert contents_of(found.state) == sums[found.step], found.step
-                    count += 1
-        return count
-
-    def compact_on() -> int:
-        count = 0
-        while not stop.is_set():
-            try:
-                count += run_compaction(tmp_path, workers=1) is not None
-            except (errors.StepGone, errors.StepNotFound):
-                continue
-        return count
-
-    options = bases_of_compaction(max_chain=5)
-    with concurrent.futures.ThreadPoolExecutor(3) as pool, manager(tmp_path, **options) as one:
-        sums[0] = contents_of(state)
-        model.commit(one, 0, state, touched=touched)
-        # Warning filters apply to all threads: two readers would re-enable the warnings.
-        reading, compacting = pool.submit(read), pool.submit(compact_on)
-        try:
-            for step in range(1, 40):
-                state, touched = model.train(state, touched, step)
-                sums[step] = contents_of(state)
-                model.commit(one, step, state, touched=touched)
-        finally:
-            stop.set()
-        assert reading.result() > 0 and compacting.result() > 0
-    assert contents_of(state) == sums[39]
 
 
 # Memory.

@@ -82,7 +82,7 @@ def test_a_directory_that_is_moved_during_a_save_is_not_recreated(tmp_path, run)
                 run.save()
         assert not root.exists()
         elsewhere.rename(root)
-        run.save()
+        assert run.save().kind == "delta"
     assert_found_again(run)
 
 

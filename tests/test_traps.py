@@ -155,19 +155,6 @@ def test_an_unreadable_object_is_named_and_the_step_before_restores(tmp_path):
     model.assert_same(found.state, first)
 
 
-def test_an_exhausted_clock_causes_bases_and_is_reported(tmp_path):
-    """Trap 16: the manager's side."""
-    state, marks = model.start()
-    marks = marks._replace(clock=jnp.int32(touched.CLOCK_MAX - 1))
-    with manager(tmp_path) as saver:
-        saver.save(1, state, touched=marks)
-        state, marks = model.train(state, marks, 1)
-        state, marks = model.train(state, marks, 2)
-        saved = saver.save(2, state, touched=marks)
-        assert saved.kind == "base" and "clock" in saved.reason
-    model.assert_same(newest(tmp_path, state).state, state)
-
-
 def test_rows_touched_between_snapshot_and_commit_are_in_the_next_delta(tmp_path):
     """Trap 17: marking continues while a save is paused."""
     state, marks = model.start()
