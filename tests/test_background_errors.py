@@ -476,14 +476,6 @@ def test_a_start_reports_a_warning_that_is_an_error_of_the_manager_before(tmp_pa
     opened(tmp_path).close()
 
 
-def test_invalid_options_are_refused_before_another_manager_is_awaited(tmp_path):
-    options = deltackpt.ManagerOptions(tiers=deltackpt.Tiers())
-    with saved(tmp_path), mock.patch.object(exits, "take_over") as awaited:
-        with pytest.raises(errors.OptionError, match="tiers: expected None for the local"):
-            deltackpt.CheckpointManager(tmp_path, options=options)
-    assert not awaited.called
-
-
 def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path):
     with saved(tmp_path) as manager:
         outcomes, real = iter([ZeroDivisionError("unexpected")]), Root._collect

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import pickle
@@ -267,19 +266,6 @@ def test_a_base_with_a_missing_shard_is_not_published(tmp_path):
     with pytest.raises(errors.Damaged, match="shard 1 of 3"):
         compact.publish(planned)
     assert len(chain(tmp_path, 4)) == 5
-
-
-def test_a_step_that_is_removed_during_compaction_raises_step_gone(tmp_path):
-    write_chain(tmp_path)
-    planned = compact.plan(tmp_path)
-    compact.merge_shard(planned, 0, memory_bytes=MEMORY_BYTES)
-    remove(tmp_path, 4)
-    with pytest.raises(errors.StepGone):
-        compact.publish(planned)
-    with pytest.raises(errors.StepGone):
-        again = dataclasses.replace(planned, temporary="4.new.tmp")
-        compact.merge_shard(again, 0, memory_bytes=1)
-    assert chain(tmp_path, 3)[-1] == "3/embeddings"
 
 
 # Killed anywhere.

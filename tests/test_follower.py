@@ -596,15 +596,6 @@ def test_a_temporarily_unreadable_file_is_read_later(tmp_path):
     trainer.assert_applied(one)
 
 
-def test_a_step_that_vanishes_while_it_is_read_changes_nothing(tmp_path):
-    trainer, one = polled_before(tmp_path, 3)
-    with Disk(trainer.root) as disk:
-        disk.on("read", lambda _: shutil.rmtree(trainer.root / "3"), "^3/.*/layer", times=1)
-        assert not one.advance()
-    trainer.assert_held(one, 2)
-    assert not one.advance() and one.health == "follows"
-
-
 # Memory.
 
 

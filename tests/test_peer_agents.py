@@ -17,6 +17,7 @@ import ray
 import ray_nodes
 from memory_pack import MemoryPack
 from ray_nodes import IGNORED, wait_until
+from test_peers import read
 
 from deltackpt.errors import OptionError, StorageError
 from deltackpt.options import Copies, Erasure
@@ -28,13 +29,6 @@ pytestmark = [pytest.mark.processes, *IGNORED]
 
 ITEM = "embeddings"
 MEMORY = 64 << 20
-
-
-def read(held: PeerTier, pack: MemoryPack) -> bytes:
-    found = bytearray(pack.ref.nbytes)
-    with held.open(pack.ref) as reader:
-        reader.read_into(0, memoryview(found))
-    return bytes(found)
 
 
 def remove(cluster, found: PeerGroup, count: int) -> list[str]:

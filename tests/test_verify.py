@@ -31,7 +31,6 @@ from deltackpt.errors import (
     Damaged,
     ForeignDirectory,
     RestoreError,
-    StepGone,
     StepNotFound,
     StorageError,
 )
@@ -433,20 +432,6 @@ def test_a_base_that_retention_is_removing_is_not_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(inventory, "read_inventory", removing)
     report = verify_root(tmp_path)
     assert report.intact and "compacted/1: removed while it was verified" in report.notes
-
-
-def test_a_chosen_step_removed_during_verification_is_gone_and_not_intact(tmp_path, monkeypatch):
-    write_chain(tmp_path, 2)
-    real = inventory.read_inventory
-
-    def removing(folder: StorePath, *args, **kwargs):
-        if folder.name == "1":
-            shutil.rmtree(folder)
-        return real(folder, *args, **kwargs)
-
-    monkeypatch.setattr(inventory, "read_inventory", removing)
-    with pytest.raises(StepGone, match=r"\[1\]"):
-        verify_root(tmp_path, steps=[1])
 
 
 @pytest.mark.parametrize("steps", [None, [1]])
