@@ -344,16 +344,6 @@ def test_a_base_of_another_save_of_the_same_step_is_ignored_and_replaced(tmp_pat
     assert_compacted(other, 3, before)
 
 
-def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(tmp_path):
-    write_chain(tmp_path)
-    before = contents(tmp_path, 4)
-    saves = chains.read_chain(tmp_path / "4")
-    run_compaction(tmp_path, 3)
-    remove(tmp_path, 0, 1, 2, 3)
-    with pytest.warns(UserWarning, match="reading it through compacted/3/embeddings instead"):
-        assert bytes_of(saves) == before
-
-
 # With a concurrent trainer.
 
 

@@ -491,24 +491,6 @@ def test_records_below_the_last_two_steps_are_removed(tmp_path, run):
         assert min(run.points(), default=5) > 4
 
 
-@pytest.mark.parametrize("how", ["append", "save"])
-def test_only_an_unchanged_state_is_accepted_at_the_restored_point(run, how):
-    run.begin(1)
-    with run.open() as manager:
-        found, call = run.resume(), getattr(manager, how)
-        told = call(run.step, run.state, touched=run.touched)
-        assert (told.kind, found.step) == (None, 1) and "it was restored" in told.reason
-        moved = deltackpt.touched.mark(run.touched, {"users": np.array([1])})
-        with pytest.raises(OptionError, match="expected a step above"):
-            call(run.step, run.state, touched=moved)
-        assert run.append().kind == "full"
-    with run.open() as manager:
-        run.resume()
-        dense = {**run.state, "step": run.state["step"] + 1}
-        with pytest.raises(OptionError, match="expected a step above"):
-            getattr(manager, how)(run.step, dense, touched=run.touched)
-
-
 @pytest.mark.parametrize("why", ["ids", "distrust"])
 def test_a_step_saved_instead_of_a_record_is_not_mistaken_for_the_restored_one(
     run, why, monkeypatch
