@@ -22,7 +22,7 @@ from job import DEVICES, Job, step_writers
 import deltackpt
 from deltackpt import coordination
 from deltackpt.coordination import Coordinator
-from deltackpt.errors import Disagreement, ProcessFailed, ProcessMissing, TrackingError
+from deltackpt.errors import Disagreement, ProcessFailed, TrackingError
 from deltackpt.reading import chains, reader, stored_saves
 from deltackpt.resources.runtime import Runtime
 from deltackpt.restore import placing
@@ -359,37 +359,6 @@ def test_processes_audit_a_sample_and_all_are_notified_of_a_fault(tmp_path):
         assert any("table tables/c: rows 399" in str(error) for error in found), found
         assert all(error.leaves_doubt for error in found)
         assert not (tmp_path / "1").exists()
-
-
-def test_a_missing_process_is_named_by_every_other(tmp_path):
-    job = Job(4)
-
-    def change(index: int, embeddings: Embeddings) -> Embeddings:
-        if index == 3:
-            raise KeyboardInterrupt
-        return embeddings
-
-    with job.running():
-        run = Run(job, SHARDED, tmp_path)
-        real = job.on_each
-
-        def without_last(call):
-            job.count = 3
-            try:
-                return real(call)
-            finally:
-                job.count = 4
-
-        assert not [r for r in run.save(0, initial()) if isinstance(r, Exception)]
-        with (
-            mock.patch.object(coordination, "process_count", lambda: 4),
-            mock.patch.object(coordination, "process_of", lambda d: d.id * 4 // DEVICES),
-            mock.patch.object(job, "on_each", without_last),
-        ):
-            found = run.save(1, initial(), secs=0.5)
-    assert [type(error) for error in found] == [ProcessMissing] * 3, found
-    assert all("process 3" in str(error) for error in found)
-    assert {error.processes for error in found} == {(3,)}
 
 
 def test_a_process_that_fails_notifies_the_others_at_once(tmp_path):
