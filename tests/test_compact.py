@@ -23,6 +23,7 @@ from damages import HOWS, damage
 from flat_options import manager_options
 from job import Job
 from killed_compaction import killed_anywhere
+from shown import table_fields
 from test_meshes import P, Topology
 
 import deltackpt
@@ -271,13 +272,12 @@ def test_a_base_with_a_missing_shard_is_not_published(tmp_path):
 # Killed anywhere.
 
 
-@pytest.mark.processes
 @pytest.mark.timeout(900)
 def test_killed_at_any_call_everything_restores_and_the_next_compaction_succeeds(tmp_path):
-    write_chain(tmp_path, codec="adaptive4")
-    kills, published = killed_anywhere(tmp_path, "tables")
+    write_chain(tmp_path / "root", codec="adaptive4")
+    kills, published = killed_anywhere(tmp_path / "root", table_fields)
     assert kills > 40 and published >= 1
-    assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
+    assert chain(tmp_path / "root", 3) == ["compacted/3/embeddings"]
 
 
 # Damage.
