@@ -166,6 +166,19 @@ def test_leaves_come_go_and_change(tmp_path, loop, policy):
             model.assert_same(found, state)
 
 
+def test_a_grown_leaf_with_only_its_last_block_changed(tmp_path):
+    """Its base has fewer bytes than the delta's value and cannot fill it."""
+    grown = jnp.arange(3010, dtype=jnp.float32)
+    loop = Loop({**dense_states.initial(), "grows": grown[:3000]})
+    with opened(tmp_path) as saver:
+        loop.save(saver, 1)
+        loop.train()
+        loop.state = {**loop.state, "grows": grown}
+        assert loop.save(saver, 2).kind == "delta"
+        loop.steps(saver, 3)
+        assert_exact(saver, loop.states)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_orbax_writes_leaves_that_we_do_not_support(tmp_path, loop, policy):
     """One delta has a leaf that this writer does not support; then blocks again."""

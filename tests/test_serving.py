@@ -315,6 +315,7 @@ def test_a_concurrent_reader_sees_only_complete_versions(trainer):
         assert found == hash(np.asarray(trainer.states[step]["params"]["w"]).tobytes())
 
 
+@pytest.mark.filterwarnings("ignore:.*dense leaves are saved whole, by Orbax's handler")
 @pytest.mark.parametrize("deltas", ["whole", "blocks"])
 def test_leaves_that_only_orbax_can_write_are_shown_unchanged(tmp_path, deltas):
     with Trainer(tmp_path, dense=deltackpt.Dense(deltas=deltas)) as trainer:
