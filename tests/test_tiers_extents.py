@@ -109,6 +109,15 @@ def test_uploaded_saves_are_read_from_the_extents_if_staging_is_lost(one):
     assert one.after_power_cut(2).source == ("directory",) * 3
 
 
+@pytest.mark.filterwarnings("ignore:.*rolled-back")
+def test_rolled_back_saves_do_not_return(one, alone):
+    one.run(0, 1, 2, 3)
+    one.run(2, start=1)
+    one.after_power_cut(2, [0, 1, 2])
+    one.run(1, start=0)
+    one.after_power_cut(1, [0, 1])
+
+
 def test_saves_that_another_trainer_continued_without_are_moved_aside(node, monkeypatch):
     one, two = node(), node()
     one.run(0, wait_for="remote")
