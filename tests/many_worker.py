@@ -47,7 +47,7 @@ from deltackpt.reading.stored_saves import StoredShard
 from deltackpt.resources import runtime
 from deltackpt.restore import placing
 from deltackpt.save import commit, exits, pending_save
-from deltackpt.session import saving, step_reader
+from deltackpt.session import step_reader
 from deltackpt.storage import batch, ocdbt, shard_writer, zarr_writer
 from deltackpt.storage.posix import DirectFile, DurableDir
 
@@ -803,7 +803,6 @@ POINTS: dict[str, Point] = {
     "before its word": _before(commit.StepWriters, "report", "written"),
     "after its word": _after(commit.StepWriters, "report", "written"),
     "waiting for the shards": _before(commit.StepWriters, "wait", "written"),
-    "has the shards": _after(commit.StepWriters, "collect"),
     "waiting for the commit": _before(commit.StepWriters, "wait", "done"),
     "before the merge": _before(ocdbt, "merge"),
     "commit: digests": _before(commit, "_commit"),
@@ -813,7 +812,6 @@ POINTS: dict[str, Point] = {
     "commit: after the rename": _around(DurableDir, "publish", _publishes_step, before=False),
     "checking the options": _before(runtime.Runtime, "__init__"),
     "the end of a start": _after(manager, "Saver"),
-    "before the save": _before(saving.Saver, "_start"),
     "snapshot": _before(pending_save, "capture"),
     "listing steps": _before(Root, "steps"),
     "reading arrays": _before(StoredShard, "read_into"),

@@ -168,19 +168,6 @@ def test_requested_fingerprints_never_stop(tmp_path):
         assert one.save(6, moved(state, 1)).kind == "delta"
 
 
-@pytest.mark.parametrize(("deltas", "kind"), [("whole", "base"), ("blocks", "delta")])
-def test_a_state_without_tables_has_deltas_if_they_hold_blocks(tmp_path, deltas, kind):
-    handlers = {"embeddings": deltackpt.Tables(select=())}
-    options = deltackpt.ManagerOptions(dense=deltackpt.Dense(deltas=deltas))
-    state = {"w": jnp.arange(1000.0)}
-    for step in range(0, 4, 2):
-        with deltackpt.CheckpointManager(tmp_path, handlers=handlers, options=options) as one:
-            found = one.restore_latest(state)
-            assert (found is None) == (step == 0)
-            one.save(step, state)
-            assert one.save(step + 1, {"w": state["w"].at[step].add(1.0)}).kind == kind
-
-
 def test_the_default_selects_large_embeddings_and_logs_them_once(tmp_path, caplog):
     state = {
         "tok": {"embedding": jnp.zeros((5000, 2))},

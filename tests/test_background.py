@@ -244,16 +244,6 @@ def test_options_of_background_work_are_checked_when_they_are_made(wrong):
         Background(**wrong)
 
 
-def test_cpus_that_the_process_may_not_use_are_rejected():
-    with pytest.raises(OptionError, match="Background.cpus: .*may use"):
-        Runtime(cpus=[1 << 20])
-
-
-def test_background_must_be_an_options_group():
-    with pytest.raises(OptionError, match="ManagerOptions.background"):
-        ManagerOptions(background=2)  # pyright: ignore[reportArgumentType]
-
-
 def orders_of(process: int) -> Orders:
     """Orders of one of two processes."""
     return Orders(

@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,7 +42,6 @@ from deltackpt.tiers import copy, copy_locations
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.peer_push import Pusher
 from deltackpt.tiers.staging import StagingDir
-from deltackpt.wal.writer import WalWriter
 
 LIMIT_SECS = 60
 STATE, MARKS = leaver.states(0)[0]
@@ -343,45 +341,6 @@ def test_an_error_of_the_push_thread_is_reported_and_retried(tmp_path):
     assert told.code == errors.DeltackptError.code
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_an_error_that_ends_the_thread_of_the_wal_is_raised_by_the_next_calls(tmp_path, waits):
-    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
-    states, error = leaver.states(4), ZeroDivisionError("unexpected")
-    one = deltackpt.CheckpointManager(tmp_path, handlers=leaver.HANDLERS, options=options)
-    one.save(1, states[1][0], touched=states[1][1])
-    one.wait_until_finished()
-
-    def write(_: object) -> None:
-        time.sleep(0.5 if waits else 0)  # It ends during the wait.
-        raise OSError("broken")
-
-    with (
-        mock.patch.object(WalWriter, "_write", side_effect=write),
-        mock.patch.object(WalWriter, "_fail_pending", side_effect=error),
-    ):
-        one.append(2, states[2][0], touched=states[2][1])
-        with pytest.raises(errors.StorageError, match="ended with ZeroDivisionError") as caught:
-            if waits:
-                one.wait_appended()
-            else:
-                for thread in threading.enumerate():
-                    if thread.name == "deltackpt-wal":
-                        thread.join(LIMIT_SECS)
-                one.append(3, states[3][0], touched=states[3][1])
-    assert caught.value.__cause__ is error
-    # As the error says, a step contains all rows, and the next manager appends again.
-    one.save(3, states[3][0], touched=states[3][1])
-    with pytest.raises(errors.StorageError, match="ended with ZeroDivisionError"):
-        one.close()
-    with deltackpt.CheckpointManager(
-        tmp_path, handlers=leaver.HANDLERS, options=options
-    ) as another:
-        found = another.restore_latest(states[3][0])
-        assert found is not None and found.step == 3
-        leaver.model.assert_same(found.state, states[3][0])
-        assert another.append(4, found.state, touched=found.touched).kind == "full"
-
-
 def test_a_failed_save_is_raised_after_its_warning_was_an_error(tmp_path):
     with saved(tmp_path) as manager:
         with paused_saves(tmp_path, errno.EIO) as held:
@@ -515,14 +474,6 @@ def test_a_start_reports_a_warning_that_is_an_error_of_the_manager_before(tmp_pa
     with pytest.raises(errors.FencedError):
         manager.save(2, STATE, touched=MARKS)
     opened(tmp_path).close()
-
-
-def test_invalid_options_are_refused_before_another_manager_is_awaited(tmp_path):
-    options = deltackpt.ManagerOptions(tiers=deltackpt.Tiers())
-    with saved(tmp_path), mock.patch.object(exits, "take_over") as awaited:
-        with pytest.raises(errors.OptionError, match="tiers: expected None for the local"):
-            deltackpt.CheckpointManager(tmp_path, options=options)
-    assert not awaited.called
 
 
 def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path):

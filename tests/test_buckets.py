@@ -9,7 +9,6 @@ import itertools
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from unittest import mock
 
@@ -77,28 +76,6 @@ def test_a_server_supports_conditional_writes(server):
     root = opened(server)
     buckets.probe(root)
     assert root.keys() == []
-
-
-def test_one_of_several_racing_writers_wins_each_key(server):
-    root = opened(server)
-    start = threading.Barrier(8)
-
-    def race(writer: int) -> list[bool]:
-        won = []
-        for number in range(20):
-            start.wait()
-            try:
-                root.store.put(f"journal/{number}", b"%d" % writer, absent=True)
-                won.append(True)
-            except Exists:
-                won.append(False)
-        return won
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        told = [*zip(*pool.map(race, range(8)), strict=True)]
-    for number, won in enumerate(told):
-        assert sum(won) == 1
-        assert root.store.get(f"journal/{number}") == b"%d" % won.index(True)
 
 
 def test_a_missing_bucket_is_named(server):

@@ -225,23 +225,6 @@ def test_a_restored_step_is_saved_again_after_its_deletion_although_later_steps_
         model.assert_same(manager.restore(1, state).state, found.state)
 
 
-def test_training_continues_after_its_newest_step_is_deleted(tmp_path):
-    state, touched = model.start()
-    kinds = {}
-    with manager_of(tmp_path) as manager:
-        for step in range(5):
-            state, touched = model.train(state, touched, step)
-            kinds[step] = manager.save(step, state, touched=touched).kind
-            manager.wait_until_finished()
-            if step == 2:
-                manager.delete(2)
-                assert manager.latest_step() == 1
-        restored = manager.restore_latest(state)
-    assert kinds == {0: "base", 1: "delta", 2: "delta", 3: "base", 4: "delta"}
-    assert restored is not None and restored.chain == (3, 4)
-    model.assert_same(restored.state, state)
-
-
 @pytest.mark.parametrize(
     ("policy", "taken"),
     [

@@ -26,7 +26,6 @@ from shown import bytes_below
 from test_compact import chain, contents, manager, run_compaction, write_chain
 from test_verify import chunk, flip
 
-import deltackpt
 from deltackpt import errors
 from deltackpt.format import manifest, naming, records
 from deltackpt.ledger import lease
@@ -349,38 +348,12 @@ def test_a_damaged_step_is_put_back_if_its_replacement_fails(killed, run, tmp_pa
     assert verify_root(target).intact and not (target / naming.COPYING).exists()
 
 
-def replace_step_2(root: Path) -> None:
-    """Restores step 1, and commits another step 2."""
-    with pytest.warns(UserWarning, match="moved"), manager(root, codec="lossless") as trainer:
-        result = trainer.restore(1, model.initial())
-        state, touched = model.train(result.state, result.touched, 77)
-        trainer.save(2, state, touched=touched)
-
-
 def test_rolled_back_steps_are_never_left_newest_at_the_target(root, target):
     copy(root, **target, all_steps=True)
     shutil.rmtree(root / "2")
     with pytest.raises(errors.TargetDiffers, match=r"no step after 1, .* found \[2\]"):
         copy(root, **target)
     assert copy(root, **target, steps=[1]).copied == ()
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_a_step_replaced_during_a_copy_is_gone_and_not_damaged(listed, root, tmp_path):
-    if listed:
-        real = copies._units
-
-        def then(*args):
-            found = real(*args)
-            replace_step_2(root)
-            return found
-
-        replacing = mock.patch.object(copies, "_units", then)
-    else:
-        replacing = before_first_call(digests, "verified_file", lambda *_: replace_step_2(root))
-    with replacing, pytest.raises(errors.StepGone, match="replaced"):
-        copy(root, tmp_path / "target", steps=[2])
-    assert not (tmp_path / "target" / "2").exists()
 
 
 def test_a_damaged_compacted_base_is_not_copied_if_its_chain_is(root, tmp_path):
@@ -527,20 +500,6 @@ def test_a_step_removed_during_a_copy_is_gone_and_not_partial(root, removed, tmp
     ):
         copy(root, tmp_path / "target")
     assert not (tmp_path / "target" / "2").exists()
-
-
-def test_copying_beside_a_trainer_with_retention_gives_complete_steps(tmp_path):
-    state, touched = model.start()
-    options = {"max_to_keep": 1, "policy": deltackpt.policies.Consecutive(max_chain=1)}
-    with manager(tmp_path / "run", **options) as trainer:
-        for step in range(6):
-            trainer.save(step, state, touched=touched)
-            state, touched = model.train(state, touched, step)
-            try:
-                copy(tmp_path / "run", tmp_path / "target")
-            except (errors.StepGone, errors.StepNotFound):
-                continue
-    assert verify_root(tmp_path / "target").intact
 
 
 # Refusals.

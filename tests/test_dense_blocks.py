@@ -361,16 +361,6 @@ def test_several_managers_in_one_process_are_independent(tmp_path):
             assert_exact(saver, loop.states)
 
 
-def test_blocks_with_fingerprinted_tables(tmp_path, loop):
-    with opened(tmp_path, deltas={"tracking": "fingerprints"}) as saver:
-        for step in (1, 2, 3):
-            loop.train()
-            loop.states[step] = loop.state
-            model.commit(saver, step, loop.state)
-        assert [own(tmp_path, step) for step in (1, 2, 3)] == [False, True, True]
-        assert_exact(saver, loop.states)
-
-
 def test_the_reference_of_a_save_that_is_restored_again_is_given_back():
     save_id = SaveId("a" * 32, 3, 1)
     with Runtime(1) as runtime:

@@ -12,9 +12,8 @@ from unittest import mock
 import dense_states
 import jax
 import many_worker
-import model
 import pytest
-from dense_states import LOSSY, Loop, assert_exact, assert_kept_as_stored, opened, own
+from dense_states import LOSSY, Loop, assert_kept_as_stored, opened, own
 from many import Job
 from shown import dense_leaves
 from test_dense_blocks import assert_close
@@ -70,29 +69,6 @@ def test_nothing_is_lost_if_a_delta_fails_at_any_write(root, disk):
     deltas = [step for step in committed if own(root, step)]
     for step in deltas[:: max(1, len(deltas) // 5)]:
         assert_kept_as_stored(root, loop, step, dense=CODED)
-
-
-def test_committed_steps_are_intact_after_a_kill_before_any_call(root, tmp_path, disk):
-    loop = Loop()
-    with opened(root) as saver:
-        loop.steps(saver, 1, 2, 3)
-        for number in range(0, 400, 8):
-            image = tmp_path / f"image{number}"
-            disk.copy(image, after=number)
-            loop.steps(saver, 4 + number)
-            disk.clear()
-            if disk.image != image:
-                break
-            with opened(image) as other:
-                found = other.restore_latest(loop.state)
-                assert found.step == other.all_steps()[-1] and not found.skipped
-                model.assert_same(found.state, loop.states[found.step])
-                again = Loop(found.state, found.touched)
-                assert again.steps(other, 1000) == ["delta"]
-                assert_exact(other, again.states)
-            shutil.rmtree(image)
-        else:
-            pytest.fail("no save was whole")
 
 
 def test_a_refused_save_returns_what_it_borrowed(tmp_path):

@@ -15,9 +15,8 @@ import command
 import jax
 import numpy as np
 import pytest
-import servers
 from damages import damage
-from dense_runs import STEPS, bits, by_orbax, restored, run_compaction, written, written_once
+from dense_runs import STEPS, by_orbax, restored, run_compaction, written, written_once
 from safetensors.numpy import load_file
 from test_dense_blocks_trust import EF4, of_segment
 from test_hostile_records import MANIFEST, change
@@ -25,7 +24,7 @@ from test_hostile_records import MANIFEST, change
 from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged
 from deltackpt.format import naming
-from deltackpt.maintenance import compact, doctor, estimate, gc, verify
+from deltackpt.maintenance import doctor, estimate, gc, verify
 from deltackpt.maintenance.garbage import Retention
 from deltackpt.reading import orbax_values, stored_saves
 from deltackpt.testing import stored_chunks
@@ -37,13 +36,6 @@ __all__ = ["written", "written_once"]
 @pytest.fixture
 def root(written) -> Path:
     return written[0]
-
-
-def test_deltas_have_no_orbax_item(written):
-    root, states = written
-    assert (root / "1/dense").is_dir() and not (root / "2/dense").exists()
-    found = restored(root, 5, states[5])
-    assert len(found) == len(bits(states[5])) and found != bits(states[5]), "some codes are lossy"
 
 
 # Inspection.
@@ -298,21 +290,3 @@ def test_a_copy_of_a_chain_restores_from_its_new_place(written, compacted, tmp_p
     assert copying.copy(root, tmp_path / "copy").steps == (5,)
     assert restored(tmp_path / "copy", 5, states[5]) == before
     assert not verify.verify_root(tmp_path / "copy").problems
-
-
-@pytest.mark.processes
-def test_a_chain_in_a_bucket_is_compacted_inspected_and_verified(written, tmp_path):
-    root, states = written
-    before = restored(root, 5, states[5])
-    with servers.s3(tmp_path / "server") as server, servers.environment_of(server):
-        url, endpoint = server.bucket("bucket") + "/run", server.endpoint
-        copying.copy(root, url, all_steps=True, endpoint=endpoint)
-        assert compact.compact(url, step=3, endpoint=endpoint).deltas == 2
-        assert compact.compact(url, step=5, endpoint=endpoint).deltas == 2, "from a compacted base"
-        report = verify.verify_root(url, endpoint=endpoint)
-        assert not report.problems and all(one.restorable for one in report.steps)
-        w = inspect.open(url, endpoint=endpoint).at(4)["params/w"]
-        assert np.asarray(w).tobytes() in restored(root, 4, states[4])
-        copying.copy(url, tmp_path / "back", endpoint=endpoint)
-    assert (tmp_path / "back/compacted/5/embeddings/dense").is_dir()
-    assert restored(tmp_path / "back", 5, states[5]) == before

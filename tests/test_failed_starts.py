@@ -24,6 +24,7 @@ import leaver
 import machine
 import model
 import pytest
+from test_collect_command import ended_pid
 from test_tiers import Node, eventually, node, s3, same, staged
 
 import deltackpt
@@ -297,15 +298,8 @@ def test_trainers_that_fail_concurrently_return_the_lease_at_once(tmp_path, orde
     live.close()
 
 
-def dead_pid() -> int:
-    """The pid of a process that has ended."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
-
-
 def test_a_trainer_killed_while_it_started_fences_at_once(tmp_path, monkeypatch):
-    live, pid = Root.open(tmp_path), dead_pid()
+    live, pid = Root.open(tmp_path), ended_pid()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: pid)
         Root.open(tmp_path, confirmed=False)

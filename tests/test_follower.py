@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shutil
 import signal
 import subprocess
@@ -41,7 +40,7 @@ from deltackpt.standby import cached_files, loaded_state, shared_memory, tailer
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby.follower import Follower
 from deltackpt.standby.loaded_state import Region
-from deltackpt.standby.shared_memory import Gate, MemoryAddress, MemoryReader, SharedMemory
+from deltackpt.standby.shared_memory import Gate, MemoryAddress, MemoryReader
 from deltackpt.state import tables as state_tables
 from deltackpt.storage.digests import read_digests
 from deltackpt.testing import Disk, DiskCall, failing_saves
@@ -619,15 +618,6 @@ def test_a_temporarily_unreadable_file_is_read_later(tmp_path):
     trainer.assert_applied(one)
 
 
-def test_a_step_that_vanishes_while_it_is_read_changes_nothing(tmp_path):
-    trainer, one = polled_before(tmp_path, 3)
-    with Disk(trainer.root) as disk:
-        disk.on("read", lambda _: shutil.rmtree(trainer.root / "3"), "^3/.*/layer", times=1)
-        assert not one.advance()
-    trainer.assert_held(one, 2)
-    assert not one.advance() and one.health == "follows"
-
-
 # Memory.
 
 
@@ -667,22 +657,6 @@ def test_grown_tables_replace_the_old_ones_if_both_do_not_fit(trainer):
     with pytest.raises(errors.TooLittleMemory):
         one.advance()
     trainer.assert_held(one, 2)
-
-
-def test_memory_of_another_owner_is_rejected():
-    one = SharedMemory(100)
-    MemoryReader(one.address)
-    one_place = one.address
-    one.close()
-    with pytest.raises(OSError):
-        MemoryReader(one_place)
-    other = SharedMemory(100)
-    if other.address.descriptor == one_place.descriptor:
-        with pytest.raises(OSError, match="other memory"):
-            MemoryReader(one_place)
-    other.close()
-    with pytest.raises(OSError, match="another machine"):
-        MemoryReader(MemoryAddress("elsewhere", os.getpid(), 3, "00"))
 
 
 OWNER = """

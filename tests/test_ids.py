@@ -6,13 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -404,34 +399,6 @@ def test_tombstones_cover_no_row_of_a_base():
         bounds.check_head(dataclasses.replace(made, groups=(planned,)), "manifest.0")
     with pytest.raises(errors.OptionError, match="codec 'zeros'"):
         deltackpt.Tables(select="tables/*", codec="zeros")
-
-
-def train_until_killed(root: str) -> None:
-    """Saves and appends ten steps, then dies in the next save."""
-    run = Vocabulary()
-    with with_wal(root) as saving:
-        run.run(saving, 1, 6, last=10)
-        run.step(11)
-        run.save(saving, 11, force_base=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.processes
-def test_a_process_that_is_killed_resumes_with_the_same_rows(tmp_path):
-    code = f"import test_ids; test_ids.train_until_killed({str(tmp_path)!r})"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    run, back = Vocabulary(), Vocabulary()
-    with with_wal(tmp_path) as resumed:
-        found = resumed.restore_latest(back.state)
-        assert found.step in (10, 11)
-        back.restored(found.state, found.touched)
-        for number in range(1, 21):
-            run.step(number)
-            if number > found.step:
-                back.step(number)
-                back.append(resumed, number)
-        assert_same(back.state, run.state)
 
 
 def test_a_table_that_grows_is_saved_as_a_delta_with_its_further_rows(tmp_path):

@@ -231,18 +231,6 @@ def test_a_damaged_compacted_base_is_skipped(tmp_path):
         assert values.tobytes() == np.asarray(states[4]["tables"][name]).tobytes()
 
 
-def test_a_step_that_is_removed_while_it_is_open_is_gone(tmp_path):
-    write_chain(tmp_path)
-    ck = inspect.open(tmp_path)
-    step = ck.at(4)
-    shutil.rmtree(tmp_path / "4")
-    with pytest.raises(errors.StepGone):
-        step[TABLE][0]
-    assert ck.steps == [0, 1, 2, 3]
-    with pytest.raises(errors.StepNotFound):
-        ck.at(4)
-
-
 def test_history_of_all_steps_omits_steps_that_were_removed(tmp_path):
     write_chain(tmp_path)
     ck = inspect.open(tmp_path)

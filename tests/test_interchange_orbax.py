@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -167,50 +166,6 @@ def test_a_stock_checkpoint_continues_with_a_delta(tmp_path, write, with_templat
     assert found.chain == (7, 8)
     same_bits(found.state, moved)
     assert "sum_of_squares" in slot
-
-
-# Migration of a run.
-
-
-@pytest.mark.processes
-def test_training_killed_in_a_save_after_an_import_equals_an_uninterrupted_run(tmp_path):
-    state = trained(train_state(), ids_of(0))
-    importing(v1_checkpointer(tmp_path / "stock", state), tmp_path / "run")
-    killed = trainer(tmp_path / "run", last=12, kill_at=11)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    ended = trainer(tmp_path / "run", last=14)
-    assert ended.returncode == 0, ended.stderr
-    # The save of 10 was committed; that of 11 was interrupted.
-    assert json.loads(ended.stdout)[:2] == [[11, "delta"], [12, "delta"]]
-    for step in range(8, 15):
-        state = trained(state, ids_of(step))
-    found = restored(tmp_path / "run", train_state(seed=9))
-    assert found.step == 14 and found.chain == tuple(range(7, 15))
-    same_bits(found.state, state)
-
-
-def trainer(run: Path, *, last: int, kill_at: int | None = None):
-    arguments = [str(run), str(last), str(kill_at)]
-    return subprocess.run(
-        [sys.executable, __file__, *arguments], capture_output=True, text=True, timeout=240
-    )
-
-
-def train(run: Path, last: int, kill_at: int | None) -> None:
-    """The program of ``trainer``: resumes from the newest step, and dies within a save."""
-    from deltackpt.layers.write import LayerFile
-
-    saves = []
-    with manager_of(run) as manager:
-        found = manager.restore_latest(train_state(seed=9))
-        state, marks = found.state, found.touched
-        for step in range(found.step + 1, last + 1):
-            state, marks = trained(state, ids_of(step)), marked(marks, ids_of(step))
-            if step == kill_at:
-                LayerFile.start_layer = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-            saves.append((step, manager.save(step, state, touched=marks).kind))
-            manager.wait_until_finished()
-    print(json.dumps(saves))
 
 
 @pytest.mark.processes
@@ -523,7 +478,3 @@ def test_an_import_beside_a_trainer_that_has_not_saved_yet_is_refused(tmp_path):
             importing(tmp_path / "stock" / "7", tmp_path / "run")
         model.commit(manager, 1, {"params": state.params})
         assert manager.all_steps() == [1]
-
-
-if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]), None if sys.argv[3] == "None" else int(sys.argv[3]))

@@ -655,18 +655,10 @@ if not child:
 assert os.waitpid(child, 0)[1] == 0
 assert (held == 7).all() and held.ctypes.data % 4096 == 0
 """
-NO_JAX = """
-import sys, deltackpt.layers.read, deltackpt.layers.write
-assert not {'jax', 'orbax', 'flax'} & {*sys.modules}
-"""
 
 
 def test_forked_children_may_touch_and_free_write_memory():
     subprocess.run([sys.executable, "-c", FORKED], check=True)
-
-
-def test_reading_and_writing_layers_imports_no_jax():
-    subprocess.run([sys.executable, "-c", NO_JAX], check=True)
 
 
 def test_ranges_of_rows_are_stored_as_ranges(tmp_path):

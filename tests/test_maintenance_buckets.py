@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +16,7 @@ import servers
 from command import run as command
 from test_compact import manager, write_chain
 from test_follower import held_regions
-from test_tiers import eventually
+from test_tiers import eventually, server
 
 from deltackpt import inspect
 from deltackpt.errors import BrokenChain, FencedError, InUse, StepNotFound
@@ -37,6 +37,8 @@ from deltackpt.storage.store import StorePath
 from deltackpt.tiers.copy import copy
 from deltackpt.tiers.copy_locations import Bucket
 
+__all__ = ["server"]
+
 _numbers = itertools.count()
 
 
@@ -45,14 +47,6 @@ def run(tmp_path_factory) -> tuple[Path, dict[int, dict]]:
     """A base and four deltas."""
     root = tmp_path_factory.mktemp("run")
     return root, write_chain(root, 5, codec="lossless")
-
-
-@pytest.fixture(scope="module", params=["s3", "gcs", "azure"])
-def server(request, tmp_path_factory) -> Iterator[servers.Server]:
-    start = getattr(servers, request.param)
-    with start(tmp_path_factory.mktemp("server")) as found:
-        with servers.environment_of(found):
-            yield found
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import hypothesis.strategies as st
 import jax
@@ -22,14 +21,13 @@ from job import DEVICES, Job, step_writers
 import deltackpt
 from deltackpt import coordination
 from deltackpt.coordination import Coordinator
-from deltackpt.errors import Disagreement, ProcessFailed, ProcessMissing, TrackingError
+from deltackpt.errors import Disagreement, ProcessFailed, TrackingError
 from deltackpt.reading import chains, reader, stored_saves
 from deltackpt.resources.runtime import Runtime
 from deltackpt.restore import placing
 from deltackpt.save import lineage, pending_save
 from deltackpt.save.pending_save import Embeddings
 from deltackpt.state import placement, tables
-from deltackpt.storage import shard_writer
 
 P = jax.sharding.PartitionSpec
 #: Mesh shapes with axes x and y; smaller meshes use a subset of the devices.
@@ -359,53 +357,6 @@ def test_processes_audit_a_sample_and_all_are_notified_of_a_fault(tmp_path):
         assert any("table tables/c: rows 399" in str(error) for error in found), found
         assert all(error.leaves_doubt for error in found)
         assert not (tmp_path / "1").exists()
-
-
-def test_a_missing_process_is_named_by_every_other(tmp_path):
-    job = Job(4)
-
-    def change(index: int, embeddings: Embeddings) -> Embeddings:
-        if index == 3:
-            raise KeyboardInterrupt
-        return embeddings
-
-    with job.running():
-        run = Run(job, SHARDED, tmp_path)
-        real = job.on_each
-
-        def without_last(call):
-            job.count = 3
-            try:
-                return real(call)
-            finally:
-                job.count = 4
-
-        assert not [r for r in run.save(0, initial()) if isinstance(r, Exception)]
-        with (
-            mock.patch.object(coordination, "process_count", lambda: 4),
-            mock.patch.object(coordination, "process_of", lambda d: d.id * 4 // DEVICES),
-            mock.patch.object(job, "on_each", without_last),
-        ):
-            found = run.save(1, initial(), secs=0.5)
-    assert [type(error) for error in found] == [ProcessMissing] * 3, found
-    assert all("process 3" in str(error) for error in found)
-    assert {error.processes for error in found} == {(3,)}
-
-
-def test_a_process_that_fails_notifies_the_others_at_once(tmp_path):
-    job = Job(4)
-    real = shard_writer.described
-
-    def failing(item_dir, head, segments, batch, **given):
-        if head.process == 1:
-            raise OSError(28, "No space left on device")
-        return real(item_dir, head, segments, batch, **given)
-
-    with job.running(), mock.patch.object(shard_writer, "described", failing):
-        found = Run(job, SHARDED, tmp_path).save(0, initial(), secs=100.0)
-    assert isinstance(found[1], OSError)
-    assert [type(found[i]) for i in (0, 2, 3)] == [ProcessFailed] * 3
-    assert all("process 1" in str(found[i]) and "No space" in str(found[i]) for i in (0, 2, 3))
 
 
 def test_process_local_tables_are_refused(tmp_path):

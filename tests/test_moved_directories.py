@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import model
 import orbax.checkpoint as ocp
 import pytest
-from test_wal import assert_found_again
+from test_wal import assert_found_again, quiet
+from test_wal_disk import options
 
 import deltackpt
 from deltackpt import RecoveryPoint
@@ -27,19 +27,6 @@ ENOUGH = 6
 @pytest.fixture
 def run(tmp_path) -> TrainingRun:
     return TrainingRun(tmp_path / "root", options=options("process"))
-
-
-def options(durability: Any, **log: Any) -> deltackpt.ManagerOptions:
-    return deltackpt.ManagerOptions(
-        writes=deltackpt.WriteOptions(durability=durability), wal=deltackpt.WalOptions(**log)
-    )
-
-
-@contextlib.contextmanager
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def told(manager: Any, run: TrainingRun) -> DeltackptError:
@@ -82,7 +69,7 @@ def test_a_directory_that_is_moved_during_a_save_is_not_recreated(tmp_path, run)
                 run.save()
         assert not root.exists()
         elsewhere.rename(root)
-        run.save()
+        assert run.save().kind == "delta"
     assert_found_again(run)
 
 

@@ -17,9 +17,10 @@ import ray
 import ray_nodes
 from memory_pack import MemoryPack
 from ray_nodes import IGNORED, wait_until
+from test_peers import read
 
 from deltackpt.errors import OptionError, StorageError
-from deltackpt.options import Copies, Erasure
+from deltackpt.options import Copies
 from deltackpt.service import discovery, peer_agents
 from deltackpt.storage.store import Refused
 from deltackpt.tiers.peers import PeerGroup, PeerTier
@@ -28,13 +29,6 @@ pytestmark = [pytest.mark.processes, *IGNORED]
 
 ITEM = "embeddings"
 MEMORY = 64 << 20
-
-
-def read(held: PeerTier, pack: MemoryPack) -> bytes:
-    found = bytearray(pack.ref.nbytes)
-    with held.open(pack.ref) as reader:
-        reader.read_into(0, memoryview(found))
-    return bytes(found)
 
 
 def remove(cluster, found: PeerGroup, count: int) -> list[str]:
@@ -111,34 +105,6 @@ def test_a_dead_peer_agent_restarts_empty_and_gets_the_same_token(three):
     held.close()
 
 
-def test_a_peer_agent_killed_during_a_push_is_replaced(three):
-    ray_nodes.add_node(three)
-    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 4, "there are four nodes")
-    found = discovery.peer_group("/root", ITEM, Copies(copies=2, memory_bytes=128 << 20), "first")
-    held = PeerTier(found)
-    states = peer_agents.states("/root", ITEM)
-
-    class Killing(MemoryPack):
-        """Kills an agent that has the first segment when the second one is read."""
-
-        killed = None
-
-        def read_into(self, start: int, out: memoryview) -> None:
-            if start and self.killed is None:
-                there = peer_agents.states("/root", ITEM)
-                self.killed = next(one for one in there.values() if one and one.fragments)
-                os.kill(self.killed.pid, signal.SIGKILL)
-            super().read_into(start, out)
-
-    pack = Killing("save-1", 40 << 20)
-    assert len(states) == 4
-    held.put(pack)
-    assert pack.killed is not None
-    assert held.refs() == [pack.ref]
-    assert read(held, pack) == pack.data
-    held.close()
-
-
 def test_a_new_claim_shuts_out_the_previous_trainer(three):
     how = Copies(copies=1, memory_bytes=MEMORY)
     first = discovery.peer_group("/root", ITEM, how, "first")
@@ -173,26 +139,3 @@ def test_the_command_line_shows_and_stops_peer_agents(three, capsys, monkeypatch
     ended = CliRunner().invoke(cli, ["peers", "stop", "/root"])
     assert "3 actors ended" in ended.output
     wait_until(lambda: peer_agents.states("/root", ITEM) == {}, "no peer agent is left")
-
-
-@pytest.mark.parametrize("lost", [2, 3])
-def test_erasure_survives_the_loss_of_m_nodes_and_names_the_lost_nodes_beyond(lost):
-    pytest.importorskip("pyeclib", reason="needs deltackpt[erasure]")
-    with ray_nodes.nodes(5) as cluster:
-        found = discovery.peer_group("/root", ITEM, Erasure(k=2, m=2, memory_bytes=MEMORY), "first")
-        found.require_nodes()
-        held = PeerTier(found)
-        pack = MemoryPack("save-1", 20 << 20)
-        held.put(pack)
-        gone = remove(cluster, found, lost)
-        if lost == 2:
-            assert held.refs() == [pack.ref]
-            assert read(held, pack) == pack.data
-        else:
-            assert held.refs() == [] and held.survey().every == {pack.ref}
-            with pytest.raises(StorageError) as caught, held.open(pack.ref):
-                pass
-            assert "needs 2 of 4" in str(caught.value)
-            for node in gone:
-                assert node in str(caught.value)
-        held.close()

@@ -149,16 +149,6 @@ def test_a_node_that_dies_while_a_bundle_is_read_is_replaced():
         assert out == pack.data
 
 
-def test_a_silent_node_is_waited_for_until_the_deadline_only():
-    with socket.create_server(("127.0.0.1", 0)) as silent, processes(2) as nodes:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        found = peer_group({"silent": address, **addresses(nodes)}, 1, 1, deadline_secs=2.0)
-        with opened(found) as held:
-            pack = MemoryPack("save", 1000)
-            held.put(pack)
-            assert read(held, pack) == pack.data
-
-
 def test_a_silent_node_delays_one_push_and_is_used_again_once_it_answers():
     with contextlib.ExitStack() as stack:
         nodes = stack.enter_context(processes(3))

@@ -26,7 +26,7 @@ from dense_states import Loop, opened
 from test_step_gone import Accesses, watched
 
 import deltackpt
-from deltackpt import RecoveryPoint
+from deltackpt import RecoveryPoint, inspect
 from deltackpt.errors import OptionError, StepGone, StepNotFound
 from deltackpt.maintenance.compact import compact
 from deltackpt.maintenance.verify import verify_root
@@ -365,6 +365,14 @@ def test_readers_alongside_a_trainer_that_trims_retains_and_compacts(tmp_path):
                 result = reader.restore(one, loop.state)
                 model.assert_same(result.state, loop.states[result.step])
 
+    def look(_: deltackpt.CheckpointManager) -> None:
+        with contextlib.suppress(*GONE):
+            shown = inspect.open(root)
+            assert not [save.problem for save in shown.saves if save.problem]
+            for step in shown.steps:
+                assert np.array_equal(shown[step]["emb"][:], loop.states[step]["emb"])
+        assert verify_root(root).intact
+
     def read(call: Callable[[deltackpt.CheckpointManager], None]) -> int:
         count = 0
         with reading(root) as reader:
@@ -375,13 +383,13 @@ def test_readers_alongside_a_trainer_that_trims_retains_and_compacts(tmp_path):
 
     with (
         warnings.catch_warnings(),
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
+        concurrent.futures.ThreadPoolExecutor(3) as pool,
         opened(root, wal=LOG, max_to_keep=1) as saver,
     ):
         warnings.filterwarnings("ignore", message=".*reading it through.*")
         warnings.filterwarnings("ignore", message=".*a compacted base in its chain.*")
         loop.save(saver, 0)
-        busy = [pool.submit(read, newest), pool.submit(read, any_of_them)]
+        busy = [pool.submit(read, call) for call in (newest, any_of_them, look)]
         try:
             for step in range(1, 40):
                 log(saver, loop, step) if step % 3 else loop.steps(saver, step)

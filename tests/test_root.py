@@ -377,29 +377,6 @@ def test_a_newer_holder_whose_lease_cannot_be_read_fences_too(tmp_path, opened):
         opened.check_lease()
 
 
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_a_root_that_is_moved_while_it_trains_loses_nothing_silently(tmp_path, in_flight):
-    state, touched = model.start()
-    run, moved = tmp_path / "run", tmp_path / "moved"
-    with manager_of(run) as manager:
-        model.commit(manager, 1, state, touched=touched)
-        state, touched = model.train(state, touched, 1)
-        if in_flight:
-            with before_commit(lambda: run.rename(moved)):
-                manager.save(2, state, touched=touched)
-                with pytest.raises(errors.SaveFailed, match="step 2 failed"):
-                    manager.wait_until_finished()
-        else:
-            run.rename(moved)
-        with pytest.raises(errors.StorageError, match="run: expected the directory where it was"):
-            manager.save(3, state, touched=touched)
-        moved.rename(run)
-        assert manager.save(4, state, touched=touched).kind == "delta"
-        manager.wait_until_finished()
-        model.assert_same(manager.restore(4, state).state, state)
-    assert sorted(os.listdir(tmp_path)) == ["run"]
-
-
 def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path):
     """The commit checks the lease too, not only save(): a newer trainer starts in between."""
     state, touched = model.start()

@@ -4,12 +4,7 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import logging
-import shutil
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -320,29 +315,19 @@ def test_a_concurrent_reader_sees_only_complete_versions(trainer):
         assert found == hash(np.asarray(trainer.states[step]["params"]["w"]).tobytes())
 
 
-def test_leaves_that_orbax_writes_are_read_by_orbax(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        # Our writer leaves these leaves to Orbax's.
-        trainer.state = {**trainer.state, "name": "a text", "number": 3}
-        live = opened(tmp_path, ["params/**", "number", "name"])
+@pytest.mark.filterwarnings("ignore:.*dense leaves are saved whole, by Orbax's handler")
+@pytest.mark.parametrize("deltas", ["whole", "blocks"])
+def test_leaves_that_only_orbax_can_write_are_shown_unchanged(tmp_path, deltas):
+    with Trainer(tmp_path, dense=deltackpt.Dense(deltas=deltas)) as trainer:
+        trainer.state |= {"complex": np.array(1j), "a/b": "a text", "c/d": np.float32(1), "n": 3}
+        live = opened(tmp_path, ["params/w", "complex", "a/b", "c/d", "n"])
         for _ in range(2):
             trainer.save()
             live.advance()
+            found = dict(shown(live))
             expected = np.asarray(trainer.state["params"]["w"])
-            assert shown(live)["params/w"].tobytes() == expected.tobytes()
-            assert shown(live)["number"] == 3
-
-
-def test_leaves_that_only_orbax_can_write_are_shown_unchanged(tmp_path):
-    with Trainer(tmp_path, dense=deltackpt.Dense()) as trainer:
-        trainer.state |= {"complex": np.array(1j), "a/b": "a text", "c/d": np.float32(1)}
-        live = opened(tmp_path, ["complex", "a/b", "c/d"])
-        for _ in range(2):
-            trainer.save()
-            live.advance()
-            found = shown(live)
-            assert {path: leaf.shape for path, leaf in found.items()} == {"complex": (), "c/d": ()}
-            assert found["complex"] == 1j and found["c/d"] == 1
+            assert found.pop("params/w").tobytes() == expected.tobytes()
+            assert found == {"complex": 1j, "c/d": 1, "n": 3}
 
 
 def test_two_leaves_with_the_same_path_are_not_confused(tmp_path):
@@ -380,28 +365,17 @@ def test_leaves_without_elements_are_left_out(tmp_path, deltas):
             trainer.assert_applied(live)
 
 
-def test_sharded_leaves_are_assembled(tmp_path):
+def test_sharded_leaves_are_assembled_and_freed_with_their_version(tmp_path):
+    """The step itself is kept as the base of the next one."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
-    with Trainer(tmp_path) as trainer:
-        params = trainer.state["params"]
-        params["w"] = jax.device_put(params["w"], sharding)
-        live = opened(tmp_path)
-        for _ in range(3):
-            trainer.save()
-            trainer.assert_applied(live)
-
-
-def test_assembled_leaves_are_freed_with_their_version(tmp_path):
-    """The step itself is kept as the base of the next one."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     with Trainer(tmp_path, wal=deltackpt.WalOptions(dense="whole")) as trainer:
         params = trainer.state["params"]
         params["w"] = jax.device_put(params["w"], sharding)
-        trainer.save()
         live = opened(tmp_path)
-        trainer.assert_applied(live)
+        for _ in range(2):
+            trainer.save()
+            trainer.assert_applied(live)
         assembled = weakref.ref(shown(live)["params/w"])
         assert assembled() is not None
         trainer.log()
@@ -507,15 +481,6 @@ def test_a_rollback_is_followed(tmp_path):
             trainer.assert_applied(live)
 
 
-def test_a_step_that_is_removed_while_it_is_read_is_not_shown(trainer, live):
-    trainer.save()
-    with Disk(trainer.root) as disk:
-        disk.on("read", lambda _: shutil.rmtree(trainer.root / "2"), "^2/.*/layer", times=1)
-        assert not live.advance()
-    trainer.assert_shown(live, 1)
-    assert live.problem is not None
-
-
 def test_retention_may_remove_the_steps_that_a_version_was_built_from(tmp_path):
     policy = deltackpt.policies.Consecutive(max_chain=2)
     options = {"max_to_keep": 1, "deltas": deltackpt.DeltaOptions(policy=policy)}
@@ -616,37 +581,3 @@ def test_a_typed_key_is_shown_with_its_implementation(tmp_path, dense):
 
 
 # Processes.
-
-READER = """
-import hashlib, json, sys
-from deltackpt import serving
-
-root, last = sys.argv[1], int(sys.argv[2])
-found = []
-with serving.follow(root, "params/**", poll_secs=0.01) as live:
-    live.wait_ready(60)
-    while True:
-        with live.version() as version:
-            digest = hashlib.sha256(version.dense["params/w"].tobytes()).hexdigest()
-            found.append((version.step, digest))
-            if version.step >= last:
-                break
-        live.wait_ready(60, version.step + 1)
-assert not {"jax", "ray", "orbax"} & {*sys.modules}, "nothing of it is needed"
-print(json.dumps(found))
-"""
-
-
-def test_another_process_follows_the_trainer_without_jax(trainer):
-    last = 8
-    command = [sys.executable, "-c", READER, trainer.root, str(last)]
-    reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    while trainer.step < last:
-        trainer.save(force_base=trainer.step == 4)
-    out, _ = reader.communicate(timeout=2 * HANG_SECS)
-    assert reader.returncode == 0
-    found = json.loads(out)
-    assert found[-1][0] == last
-    for step, digest in found:
-        array = np.asarray(trainer.states[step]["params"]["w"])
-        assert digest == hashlib.sha256(array.tobytes()).hexdigest()

@@ -51,10 +51,10 @@ def numbers(value: int) -> np.ndarray:
     return np.arange(value, value + NBYTES // 8, dtype=WORD)
 
 
-def reader_of(one: SharedMemory) -> subprocess.Popen[str]:
+def reader_of(one: SharedMemory, code: str = READER) -> subprocess.Popen[str]:
     """Starts another process that keeps a mapping."""
     process = subprocess.Popen(
-        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None and process.stdout is not None
     place = one.address
@@ -123,16 +123,7 @@ def test_the_owner_survives_readers_that_open_while_it_asks(processes):
         "print('done', flush=True)\n"
     )
     one, answers = handed(), set[bool]()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    processes.append(process)
-    assert process.stdin is not None and process.stdout is not None
-    place = one.address
-    told = (place.machine, str(place.pid), str(place.descriptor), place.token)
-    process.stdin.write("|".join(told) + "\n")
-    process.stdin.flush()
-    assert process.stdout.readline() == "mapped\n"
+    processes.append(process := reader_of(one, code))
     done = threading.Thread(target=process.wait)
     done.start()
     while done.is_alive():
@@ -160,6 +151,8 @@ def test_an_address_of_other_memory_is_refused(one):
     place = one.address
     with pytest.raises(OSError, match="other memory"):
         MemoryReader(MemoryAddress(place.machine, place.pid, place.descriptor, "00"))
+    with pytest.raises(OSError, match="another machine"):
+        MemoryReader(MemoryAddress("elsewhere", place.pid, place.descriptor, place.token))
     one.close()
 
 

@@ -7,7 +7,6 @@ replaced, as by a rollback and new saves. Damage is still reported as Damaged.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import os
 import shutil
@@ -350,9 +349,6 @@ def test_damage_in_a_step_that_exists_is_damage(step, operation, runs, tmp_path)
         OPERATIONS[operation](root)
 
 
-# A trainer with retention, and concurrent readers.
-
-
 def test_restore_latest_reports_no_damage_however_often_the_newest_step_is_removed(
     runs, monkeypatch
 ):
@@ -366,62 +362,3 @@ def test_restore_latest_reports_no_damage_however_often_the_newest_step_is_remov
             break
         at += 25
     assert at > 50
-
-
-def test_readers_alongside_a_trainer_with_retention_see_whole_steps_or_step_gone(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
-    options = deltackpt.ManagerOptions(
-        deltas=deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=2)),
-        writes=deltackpt.WriteOptions(durability="process"),
-        max_to_keep=1,
-    )
-    sums: dict[int, bytes] = {}
-    stop = threading.Event()
-
-    def newest(manager: deltackpt.CheckpointManager) -> None:
-        result = manager.restore_latest()
-        assert result is not None and result.skipped == ()
-        assert users(result.state["tables"]["users"]) == sums[result.step]
-
-    def any_step(manager: deltackpt.CheckpointManager) -> None:
-        for step in manager.all_steps():
-            result = manager.restore(step)
-            assert users(result.state["tables"]["users"]) == sums[step]
-
-    def look(manager: deltackpt.CheckpointManager) -> None:
-        opened = inspect.open(tmp_path)
-        assert not [save.problem for save in opened.saves if save.problem]
-        for step in opened.steps:
-            assert users(opened[step]["tables/users"]) == sums[step]
-
-    def verify(manager: deltackpt.CheckpointManager) -> None:
-        assert audit.verify_root(tmp_path).intact
-
-    def read(calls: Sequence[Callable[[deltackpt.CheckpointManager], None]]) -> int:
-        count = 0
-        with reading(tmp_path) as manager:
-            while not stop.is_set():
-                for call in calls:
-                    with contextlib.suppress(StepGone, StepNotFound):
-                        call(manager)
-                        count += 1
-        return count
-
-    with (
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
-        deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as trainer,
-    ):
-        sums[0] = users(state["tables"]["users"])
-        trainer.save(0, state, touched=touched)
-        trainer.wait_until_finished()
-        readers = [pool.submit(read, calls) for calls in ((newest, any_step), (look, verify))]
-        try:
-            for step in range(1, 60):
-                state, touched = model.train(state, touched, step)
-                sums[step] = users(state["tables"]["users"])
-                trainer.save(step, state, touched=touched)
-                trainer.wait_until_finished()
-        finally:
-            stop.set()
-        assert all(reader.result() > 0 for reader in readers)

@@ -312,16 +312,6 @@ def test_if_no_peer_answers_the_wait_raises_and_loses_nothing(node, cluster, mon
     assert one.local() == [0]
 
 
-def test_too_few_nodes_are_refused_at_startup(node, cluster):
-    cluster(2)
-    one = node()
-    one.how = Erasure(k=2, m=1)
-    with pytest.raises(OptionError, match="expected 3 nodes besides this one, found 1"):
-        one.manager()
-    one.how = Copies()
-    one.run(0)
-
-
 def test_a_trainer_with_too_few_nodes_locks_out_nobody(node, cluster):
     cluster = cluster(2)
     one, other = node(), node()

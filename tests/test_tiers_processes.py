@@ -262,12 +262,16 @@ def saves_that_wait(nodes: Nodes, job: Job, **how) -> None:
     assert nodes.at_root() == [0]
 
 
-def test_the_next_job_uploads_steps_that_are_still_staged(nodes):
+@pytest.mark.parametrize("is_stage_lost", [False, True])
+def test_the_next_job_uploads_steps_that_are_still_staged_or_in_extents(nodes, is_stage_lost):
     with nodes.job() as job:
-        saves_that_wait(nodes, job)
+        saves_that_wait(nodes, job, extents=nodes.extents)
         nodes.kill(job)
+    if is_stage_lost:
+        for process in (0, 1):
+            shutil.rmtree(nodes.stage(process))
     with nodes.job() as job:
-        nodes.open(job)
+        assert nodes.open(job, extents=nodes.extents) == []
         assert_restores(job, 2)
         assert nodes.at_root() == [0, 1, 2]
         assert saved(job, 3) == "delta"
@@ -300,21 +304,6 @@ def test_a_lost_node_loses_only_steps_that_were_not_uploaded(nodes):
         job.close()
     [aside] = (nodes.stage(0) / "aside").iterdir()
     assert sorted(path.name for path in aside.iterdir()) == ["1", "2"]
-
-
-def test_nodes_that_lose_their_staging_directories_recover_from_extents(nodes):
-    with nodes.job() as job:
-        saves_that_wait(nodes, job, extents=nodes.extents)
-        nodes.kill(job)
-    for process in (0, 1):
-        shutil.rmtree(nodes.stage(process))
-    with nodes.job() as job:
-        assert nodes.open(job, extents=nodes.extents) == []
-        assert_restores(job, 2)
-        assert saved(job, 3) == "delta"
-        assert nodes.at_root() == [0, 1, 2, 3]
-        job.close()
-    assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
 
 
 def test_a_job_of_another_number_of_processes_resumes_from_the_root(nodes):

@@ -140,22 +140,6 @@ def test_many_restores_forget_neither_the_state_in_memory_nor_restored_ones(run)
     assert run.check_all() == [2, 4, 5]
 
 
-def test_a_rolled_back_step_is_not_a_parent_of_the_state_in_memory(run):
-    with run.open() as manager:
-        run.save()
-        run.train()
-        run.save()
-        kept = run.state, run.touched, run.step
-        run.continue_from(manager.restore(1, run.state))
-        with pytest.warns(UserWarning, match="moved"):
-            run.save()
-        run.state, run.touched, run.step = kept
-        run.train(2)
-        saved = run.save()
-        assert saved.kind == "base" and "was removed" in saved.reason
-    assert run.check_all() == [1, 2, 6]
-
-
 @pytest.mark.parametrize("made", ["init", "jitted init", "eval_shape", "fresh"])
 def test_a_touch_state_recreated_during_a_run_is_not_saved_as_a_delta(run, made):
     tables = {f"tables/{name}": leaf for name, leaf in run.state["tables"].items()}
@@ -189,9 +173,12 @@ def test_a_touch_state_recreated_during_a_run_is_not_saved_as_a_delta(run, made)
 
 def test_the_sampled_audit_can_be_disabled(tmp_path):
     run = Run(tmp_path, tracking_audit=False)
-    with run.open():
+    with run.open() as manager:
         run.save_initial()
-    assert run.check_all() == [0]
+        rows = run.touched
+        run.train()
+        with pytest.warns(UserWarning, match="expected marks since the parent"):
+            assert manager.save(run.step, run.state, touched=rows).kind == "delta"
 
 
 def test_large_tables_are_sampled_among_recently_touched_rows(tmp_path):
@@ -228,7 +215,7 @@ def test_a_sampled_audit_checks_a_bounded_number_of_rows_tables_and_bytes():
 
 
 def two_tables():
-    params = {"a": jnp.arange(400.0).reshape(200, 2), "b": jnp.arange(300.0).reshape(150, 2)}
+    params = {"a": jnp.arange(400.0).reshape(200, 2), "b": jnp.arange(300.0).reshape(100, 3)}
     optimizer = touched.track(optax.sgd(0.5), "a")
     return params, optimizer, {"params": params, "opt_state": optimizer.init(params)}
 
@@ -288,20 +275,6 @@ def test_a_row_is_touched_if_the_given_touch_state_or_the_one_in_the_state_marks
     assert_restores(tmp_path, {6: state}, tables)
 
 
-def test_touch_states_of_tables_in_two_groups_are_read(tmp_path):
-    optimizer = touched.track(optax.sgd(0.5), "a")
-    params = {"a": jnp.arange(400.0).reshape(200, 2), "b": jnp.arange(300.0).reshape(100, 3)}
-    state = {"params": params, "opt_state": optimizer.init(params)}
-    tables, given = deltackpt.Tables(select="params/*"), touched.init({"b": params["b"]})
-    with opened(tmp_path, tables) as manager:
-        manager.save(0, state, touched=given)
-        state = updated(state, optimizer, {"a": [1], "b": [2, 3]})
-        given = touched.mark(given, {"b": np.array([2, 3])})
-        assert manager.save(1, state, touched=given).kind == "delta"
-        assert manager.wait_until_finished()[-1].rows == 3
-    assert_restores(tmp_path, {1: state}, tables)
-
-
 def test_saves_that_nobody_waits_for_keep_no_samples_in_memory(tmp_path):
     """A loop may never wait, and the manager keeps what a wait would return of a hundred saves."""
 
@@ -316,18 +289,6 @@ def test_saves_that_nobody_waits_for_keep_no_samples_in_memory(tmp_path):
         for _ in range(12):
             run.save(wait=False)
         assert 0 < samples() <= 2 * few
-
-
-def test_a_touch_state_that_is_no_longer_given_makes_the_save_a_base(tmp_path):
-    params, optimizer, state = two_tables()
-    tables = deltackpt.Tables(select="params/a")
-    with opened(tmp_path, tables) as manager:
-        manager.save(0, state, touched=touched.init({"a": params["a"]}))
-        state = updated(state, optimizer, {"a": [1]})
-        edit(state, "a", 100)
-        saved = manager.save(1, state)
-        assert saved.kind == "base" and "is missing now" in saved.reason
-    assert_restores(tmp_path, {1: state}, tables)
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -348,17 +309,6 @@ def test_rows_that_an_accumulator_moves_after_the_save_are_in_the_delta(tmp_path
                 found = manager.restore(number, state)
                 state, marks = found.state, found.touched
     assert kinds.count("base") == (2 if restart else 0), kinds
-
-
-def test_a_forgotten_reassignment_is_detected_and_reported(run):
-    with run.open() as manager:
-        run.train(2)
-        run.save()
-        rows = run.touched
-        run.train()
-        with base_warning("table tables/"):
-            assert manager.save(run.step, run.state, touched=rows).kind == "base"
-    assert run.check_all() == [3, 4]
 
 
 def test_an_unchanged_touch_state_causes_one_warning(run):

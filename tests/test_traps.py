@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import jax
@@ -19,52 +18,6 @@ from deltackpt.errors import Damaged, NoIntactStep
 from deltackpt.testing import paused_saves, stored_chunks
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
-
-#: Traps that tests in other files cover: the promise, and its test.
-ELSEWHERE = {
-    "no lookup marks a row": "test_touched.py::test_evaluation_marks_nothing",
-    "no table overwrites another": "test_tables.py::test_two_tables_of_one_name_are_an_error",
-    "the older of two trainers is fenced": (
-        "test_background_errors.py::test_a_manager_fenced_by_another_one_refuses_every_call"
-    ),
-    "a full disk is out of space": "test_root.py::test_a_full_file_system_is_out_of_space",
-    "a failing disk loses nothing": (
-        "long/test_io_errors.py::"
-        "test_a_failed_io_call_is_a_typed_error_and_the_next_save_loses_nothing"
-    ),
-    "dense optimizers touch what they move": "test_touched.py::test_track_is_exact",
-    "the clock never wraps": (
-        "test_touched.py::test_the_clock_stops_instead_of_wrapping_and_loses_no_mark"
-    ),
-    "no step is lost without close()": (
-        "test_exits.py::test_a_program_that_ends_without_close_loses_no_step"
-    ),
-    "a kill in the middle of a retention leaves only what restores": (
-        "test_retention.py::test_at_every_call_of_a_retention_every_listed_step_restores"
-    ),
-    "another directory under the same path is fenced": (
-        "test_root.py::test_a_backup_moved_into_place_is_fenced"
-    ),
-    "a TouchState of an older moment is found": (
-        "test_tracking_trust.py::"
-        "test_a_state_taken_back_from_memory_is_found_however_far_its_clock_goes"
-    ),
-    "a TouchState made anew is no delta": (
-        "test_tracking_trust.py::test_a_touch_state_recreated_during_a_run_is_not_saved_as_a_delta"
-    ),
-    "any damage is noticed": (
-        "test_damage.py::test_damage_of_any_file_is_named_and_an_older_step_restores"
-    ),
-}
-
-
-@pytest.mark.parametrize("node", ELSEWHERE.values(), ids=ELSEWHERE)
-def test_the_promise_is_tested_elsewhere(node):
-    name, _, function = node.partition("::")
-    tree = ast.parse((Path(__file__).parent / name).read_text())
-    assert function in {
-        piece.name for piece in ast.walk(tree) if isinstance(piece, ast.FunctionDef)
-    }
 
 
 def manager(root: Path, **options) -> deltackpt.CheckpointManager:
@@ -153,19 +106,6 @@ def test_an_unreadable_object_is_named_and_the_step_before_restores(tmp_path):
             found = reader.restore_latest(state)
     assert found is not None and found.step == 1
     model.assert_same(found.state, first)
-
-
-def test_an_exhausted_clock_causes_bases_and_is_reported(tmp_path):
-    """Trap 16: the manager's side."""
-    state, marks = model.start()
-    marks = marks._replace(clock=jnp.int32(touched.CLOCK_MAX - 1))
-    with manager(tmp_path) as saver:
-        saver.save(1, state, touched=marks)
-        state, marks = model.train(state, marks, 1)
-        state, marks = model.train(state, marks, 2)
-        saved = saver.save(2, state, touched=marks)
-        assert saved.kind == "base" and "clock" in saved.reason
-    model.assert_same(newest(tmp_path, state).state, state)
 
 
 def test_rows_touched_between_snapshot_and_commit_are_in_the_next_delta(tmp_path):

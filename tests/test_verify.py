@@ -25,14 +25,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from golden import make_golden
-from test_compact import manager, run_compaction, write_chain
+from test_compact import run_compaction, write_chain
 
-import deltackpt
 from deltackpt.errors import (
     Damaged,
     ForeignDirectory,
     RestoreError,
-    StepGone,
     StepNotFound,
     StorageError,
 )
@@ -419,19 +417,6 @@ def test_a_save_that_is_replaced_while_ids_are_read_is_not_damage(tmp_path):
     assert report.problems == () and report.intact
 
 
-def test_verifying_beside_a_trainer_with_retention_finds_no_damage(tmp_path):
-    state, touched = model.start()
-    options = {"max_to_keep": 1, "policy": deltackpt.policies.Consecutive(max_chain=2)}
-    with manager(tmp_path, **options) as trainer:
-        for step in range(8):
-            trainer.save(step, state, touched=touched)
-            if step == 0:
-                trainer.wait_until_finished()  # Without a first step there is nothing to verify.
-            state, touched = model.train(state, touched, step)
-            assert verify_root(tmp_path).problems == ()
-    assert verify_root(tmp_path).intact
-
-
 def test_a_base_that_retention_is_removing_is_not_damage(tmp_path, monkeypatch):
     """Its item is already in the trash, but its folder still exists."""
     write_chain(tmp_path, 2)
@@ -447,20 +432,6 @@ def test_a_base_that_retention_is_removing_is_not_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(inventory, "read_inventory", removing)
     report = verify_root(tmp_path)
     assert report.intact and "compacted/1: removed while it was verified" in report.notes
-
-
-def test_a_chosen_step_removed_during_verification_is_gone_and_not_intact(tmp_path, monkeypatch):
-    write_chain(tmp_path, 2)
-    real = inventory.read_inventory
-
-    def removing(folder: StorePath, *args, **kwargs):
-        if folder.name == "1":
-            shutil.rmtree(folder)
-        return real(folder, *args, **kwargs)
-
-    monkeypatch.setattr(inventory, "read_inventory", removing)
-    with pytest.raises(StepGone, match=r"\[1\]"):
-        verify_root(tmp_path, steps=[1])
 
 
 @pytest.mark.parametrize("steps", [None, [1]])

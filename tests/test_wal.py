@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import model
 import numpy as np
@@ -136,23 +135,6 @@ def test_a_delta_after_a_point_has_only_touched_rows_beside_slots_that_are_alway
     counts = {one.fields: one.count for one in shard.segments}
     assert all("slot.accumulator" in fields or count < 150 for fields, count in counts.items())
     assert any("values" in fields for fields in counts)
-
-
-def test_a_point_is_restored_on_another_sharding_of_tables_and_dense_leaves(run):
-    run.begin(3)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    tables = {
-        name: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=rows)
-        for name, table in run.state["tables"].items()
-    }
-    with run.open() as manager:
-        result = manager.restore_latest({**run.state, "tables": tables})
-        assert result.state["tables"]["users"].sharding == rows
-        run.check(result)
-        plain = manager.restore_latest()
-        assert plain.step == 3
-        np.testing.assert_array_equal(plain.state["tables"]["users"], run.state["tables"]["users"])
 
 
 def at_a_point_with_two_steps_above(run):
@@ -356,30 +338,6 @@ def test_an_epoch_does_not_count_if_the_next_run_continued_from_it_and_trimmed_i
         assert manager._recorder._counts(reader.head(newest))
 
 
-def test_points_above_a_step_that_training_resumes_from_are_invalid(run):
-    with run.started():
-        run.save()
-        run.append_durably(4)
-    with run.open() as manager:
-        result = manager.restore_latest(run.state, wal=False)
-        assert (result.step, result.point) == (1, None)
-        # A restore alone invalidates nothing.
-        assert run.points() == [5, 4, 3, 2]
-        run.continue_from(result)
-        run.append_durably(1)
-        assert run.points() == [2]
-    assert run.restarted().step == 2
-
-
-def test_a_run_without_a_wal_invalidates_points_that_it_does_not_resume_from(run):
-    run.begin(5)
-    with run.open(deltackpt.ManagerOptions()) as manager:
-        run.continue_from(manager.restore(0, run.state))
-        run.save()
-        assert run.points() == []
-    assert run.restarted().step == 1
-
-
 def test_a_run_without_a_wal_resumes_from_a_point(run):
     run.begin(5)
     with run.open(deltackpt.ManagerOptions()) as manager:
@@ -531,36 +489,6 @@ def test_records_below_the_last_two_steps_are_removed(tmp_path, run):
         run.save()
         assert len(list((tmp_path / "log/0/0").glob("*.seg"))) <= 4
         assert min(run.points(), default=5) > 4
-
-
-def test_a_damaged_step_costs_nothing_if_the_wal_reaches_below_it(tmp_path, run):
-    with run.started():
-        run.append()
-        run.save()
-        run.append_durably(3)
-    manifest = tmp_path / "2/embeddings/manifest.0.msgpack"
-    manifest.write_bytes(manifest.read_bytes()[:-5])
-    with quiet():
-        result = run.restarted()
-    assert (result.step, result.chain) == (5, (0,))
-
-
-@pytest.mark.parametrize("how", ["append", "save"])
-def test_only_an_unchanged_state_is_accepted_at_the_restored_point(run, how):
-    run.begin(1)
-    with run.open() as manager:
-        found, call = run.resume(), getattr(manager, how)
-        told = call(run.step, run.state, touched=run.touched)
-        assert (told.kind, found.step) == (None, 1) and "it was restored" in told.reason
-        moved = deltackpt.touched.mark(run.touched, {"users": np.array([1])})
-        with pytest.raises(OptionError, match="expected a step above"):
-            call(run.step, run.state, touched=moved)
-        assert run.append().kind == "full"
-    with run.open() as manager:
-        run.resume()
-        dense = {**run.state, "step": run.state["step"] + 1}
-        with pytest.raises(OptionError, match="expected a step above"):
-            getattr(manager, how)(run.step, dense, touched=run.touched)
 
 
 @pytest.mark.parametrize("why", ["ids", "distrust"])

@@ -237,33 +237,6 @@ def test_training_that_resumes_from_a_point_starts_with_a_whole_record(tmp_path,
 # Failures.
 
 
-@pytest.mark.parametrize("kind", ["write", "fdatasync"])
-@pytest.mark.parametrize("number", range(4))
-def test_a_failed_record_is_not_a_reference(tmp_path, disk: Disk, kind, number, training):
-    failed = []
-    with training.opened(codec=LOSSY, durability="power") as manager:
-        training.save()
-        disk.calls.clear()
-        disk.fail(kind, LOG, after=number)
-        for _ in range(6):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                training.append()
-            try:
-                manager.wait_appended()
-            except AppendFailed:
-                failed.append(training.step)
-        disk.clear()
-        assert len(failed) == 1
-        for point in manager.recovery_points():
-            found = manager.restore(point, training.state)
-            errors = error_of(found.state, training.states[point.step])
-            assert errors.keys() <= CHANGED and all(error < 0.05 for error in errors.values())
-    steps = [step for step in range(2, 8) if step not in failed]
-    whole = wholes_of(tmp_path)
-    assert whole == [step in (steps[0], failed[0] + 1) for step in steps]
-
-
 def test_repeated_failures_lose_no_point(tmp_path, disk: Disk, monkeypatch):
     """Calls are refused at random; every recovery point restores what was given."""
     # Keep records that the steps saved in between would trim.

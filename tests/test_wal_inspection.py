@@ -426,18 +426,6 @@ def test_a_flipped_bit_is_found_and_only_restorable_points_are_promised(copy, pa
     assert not report.intact or report.notes or all(map(told.get, whole))
 
 
-def test_damage_before_the_last_frames_is_never_taken_for_a_torn_tail(copy):
-    for path in segments(copy)[:2]:
-        intact = path.read_bytes()
-        for at in (5, 90, len(intact) // 3):
-            flip(path, at)
-            report = verify_root(copy)
-            assert not report.intact and report.problems[0].stops == "points"
-            assert str(path.relative_to(copy)) in report.problems[0].object_name
-            path.write_bytes(intact)
-    assert run("verify", copy).returncode == 0
-
-
 @pytest.mark.parametrize("how", ["truncated", "removed"])
 def test_damage_to_the_point_that_an_epoch_resumes_from_invalidates_its_points(copy, how):
     damage(sorted(copy.glob("log/0/0/*.seg"))[-1], how)

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import many_wal_worker
-import many_worker
 import pytest
 from many import Answer, Job, Server
 from many_worker import Model
-
-import deltackpt
+from test_processes import assert_read_alone
 
 TRAINED = {"mesh": [2, 2]}
 ACROSS = {"mesh": [2, 2], "across": "y"}
@@ -82,7 +80,7 @@ def assert_goes_on(
     found = job.one("points")["points"]
     assert found == points or (points[-1] is ... and found[: len(points) - 1] == points[:-1])
     job.close()
-    assert_reads_alone(root, step, model)
+    assert_read_alone(root, step, model)
 
 
 def saved_at_once(job: Job, **arguments: Any) -> tuple[int, str, str]:
@@ -109,17 +107,6 @@ def assert_restores(job: Job, root: Path, place: dict[str, Any], step: int, base
     assert (found["point"], found["chain"]) == (step, [base])
 
 
-def assert_reads_alone(root: Path, step: int, model: Model | None = None) -> None:
-    """The test's own process restores a step or recovery point without a template."""
-    with deltackpt.CheckpointManager(
-        root,
-        handlers={"embeddings": many_worker.tables()},
-        options=deltackpt.ManagerOptions(access="read"),
-    ) as reader:
-        found = reader.restore(step).state
-    assert many_worker.difference(found, (model or Model()).at(step)) is None
-
-
 # Recovery points, and restores on other topologies.
 
 
@@ -144,7 +131,7 @@ def test_points_restore_bit_for_bit_on_fewer_and_on_more(server, tmp_path, proce
         job.close()
     newest = full[0]
     for step in full:
-        assert_reads_alone(root, step)
+        assert_read_alone(root, step)
     others = 4 if processes == 2 else 2
     turned = {"mesh": [4, 1], "layout": "turned"} if others == 4 else {"mesh": [1, 4]}
     with Job(server, tmp_path / "jobs", processes=others, devices=4 // others) as job:
@@ -156,8 +143,8 @@ def test_points_restore_bit_for_bit_on_fewer_and_on_more(server, tmp_path, proce
         job.all("wait")
         logged(job, newest + 5)
         job.close()
-    assert_reads_alone(root, newest + 3)
-    assert_reads_alone(root, newest + 4)
+    assert_read_alone(root, newest + 3)
+    assert_read_alone(root, newest + 4)
     with Job(server, tmp_path / "jobs", processes=1, devices=4) as job:
         rows = {"mesh": [2, 2], "layout": "turned", "across": "y"}
         job.all("open", root=str(root), log={})
@@ -180,7 +167,7 @@ def test_changed_rows_are_found_by_ids_or_by_fingerprints(server, tmp_path, trac
         assert (found["point"], found["wrong"]) == (7, None)
         job.close()
     for step in (3, 5, 7):
-        assert_reads_alone(root, step)
+        assert_read_alone(root, step)
 
 
 @pytest.mark.parametrize("to", [0, 2], ids=["a step", "a point"])
@@ -192,7 +179,7 @@ def test_a_rollback_of_all_leaves_later_points_behind(job, root, to):
     logged(job, to + 1)
     assert job.one("points")["points"] == list(range(to + 1, 0, -1))
     job.close()
-    assert_reads_alone(root, to + 1)
+    assert_read_alone(root, to + 1)
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -236,7 +223,7 @@ def test_a_stopped_process_is_named_and_holds_the_point_back_until_it_continues(
     told = of_one(two, 0, "run_until_told", at_most=FAR)
     assert told["code"] == "wal-behind" and "process 1" in told["message"], told
     assert of_one(two, 0, "wait_appended")["recovery"] == [2, True]
-    assert_reads_alone(root, 2)
+    assert_read_alone(root, 2)
     two.processes[1].kill(signal.SIGCONT)
     of_one(two, 1, "run_on", to=told["step"])
     two.all("wait_recovery", step=told["step"])
@@ -270,7 +257,7 @@ def test_a_failed_batch_of_one_process_voids_its_point_but_not_the_next(job, roo
     assert (event["operation"], event["step"]) == ("append", 3)
     assert_goes_on(job, root, 5, [5, 4, 2, 1])
     for step in (4, 2):
-        assert_reads_alone(root, step)
+        assert_read_alone(root, step)
 
 
 def test_a_wal_that_fails_again_makes_all_processes_save_at_the_same_call(server, tmp_path, root):
@@ -285,7 +272,7 @@ def test_a_wal_that_fails_again_makes_all_processes_save_at_the_same_call(server
         job.each("wait")
         assert job.one("steps")["steps"] == [0, step]
         job.close()
-    assert_reads_alone(root, step)
+    assert_read_alone(root, step)
 
 
 def test_if_the_wal_of_all_has_grown_too_long_all_save_at_the_same_call(two, root):
@@ -296,7 +283,7 @@ def test_if_the_wal_of_all_has_grown_too_long_all_save_at_the_same_call(two, roo
         step, kind, reason = saved_at_once(two)
         assert (kind, "max_wal_ratio" in reason) == ("delta", True), reason
     assert_goes_on(two, root, step + 1, [step + 1, ...])
-    assert_reads_alone(root, step)
+    assert_read_alone(root, step)
 
 
 def test_append_failed_is_raised_by_one_process_and_the_others_continue(two, root):
@@ -420,7 +407,7 @@ def test_invalid_ids_of_one_process_without_marks_make_all_save_at_the_same_call
     step, _, reason = saved_at_once(two, ids=True)
     assert "did not name its rows" in reason
     assert_goes_on(two, root, step + 2, [step + 2, step + 1, ...], ids=True)
-    assert_reads_alone(root, 2)
+    assert_read_alone(root, 2)
 
 
 def test_a_full_buffer_of_one_process_voids_points_and_the_next_holds_all(two, root):
@@ -435,7 +422,7 @@ def test_a_full_buffer_of_one_process_voids_points_and_the_next_holds_all(two, r
     assert two.one("points")["points"] == [4, 1]
     two.close()
     for step in (4, 1):
-        assert_reads_alone(root, step)
+        assert_read_alone(root, step)
 
 
 @pytest.mark.parametrize("do", ["log", "save"])

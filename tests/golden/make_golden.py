@@ -7,16 +7,14 @@ computed by a formula; ``shards-v<n>`` the same, written by two processes; ``jou
 steps of ``v<n>`` in a bucket; ``encodings-v<n>`` the encoded states and the digests of the decoded
 ones (encoders may improve, decoding may not change); ``dense-v<n>`` deltas with dense blocks of
 every codec, and a compacted base. ``log-v<n>`` holds a base and the WALs of two runs, the second of
-which resumes from a point; in ``log-v1`` one run keeps dense leaves whole, in ``log-v2`` arrays are
-compressed. The digests in ``expected.json`` are older than these files: development versions wrote
-other files with the same values.
+which resumes from a point. The digests in ``expected.json`` are older than these files: development
+versions wrote other files with the same values.
 ``layers-v<n>`` holds a layer, and layers appended to a file with a torn tail.
 ``extents-v<n>`` holds synthetic bundles in an extent file, ``pack-v<n>`` a bundle and its files.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import hashlib
 import json
@@ -26,7 +24,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -339,7 +337,10 @@ LOGGED_HANDLERS = {
     "embeddings": deltackpt.Tables(
         select="tables/*",
         slots={"tables/users": {"accumulator": "slots/users"}},
-        codec={"tables/coarse": deltackpt.policies.CodecChoice(delta="int8", base="raw")},
+        codec={
+            "tables/coarse": deltackpt.policies.CodecChoice(delta="int8", base="raw"),
+            "tables/users": deltackpt.policies.CodecChoice(delta="lossless", base="raw"),
+        },
     )
 }
 #: The WALs' base step, the point that the second run resumes from, and the last step of each run.
@@ -349,7 +350,10 @@ SOFT, REFUSED = (13, 18), 14
 
 
 def logged_state_at(step: int, run: int) -> dict:
-    """The state at a step of one of the two runs with a WAL; also a formula."""
+    """The state at a step of one of the two runs with a WAL; also a formula.
+
+    Dense leaves have several blocks, whose records build on earlier records.
+    """
     users = np.arange(200, dtype=np.float64).reshape(50, 4) / 7 - 3
     coarse = np.arange(80, dtype=np.float64).reshape(40, 2) / 7 - 3
     accumulators = np.zeros(50, np.float32)
@@ -360,41 +364,35 @@ def logged_state_at(step: int, run: int) -> dict:
         accumulators[later % 10 :: 10] += by
     if step > LOGGED_FROM:
         coarse[1] = np.nan, np.inf
+    wide = np.arange(1500, dtype=np.float64).reshape(3, 500) / (step + run)
+    brain = np.arange(2500, dtype=np.float64) / 7
+    brain[:256] += 3 * step
+    brain[step % 10 :: 100] += step + run
     return {
         "tables": {
             "users": jnp.asarray(users.astype(np.float32)),
             "coarse": jnp.asarray(coarse.astype(np.float32)),
         },
         "slots": {"users": jnp.asarray(accumulators)},
-        "dense": {"kernel": jnp.arange(60.0).reshape(20, 3) / step + run, "step": step},
+        "dense": {
+            "kernel": jnp.arange(60.0).reshape(20, 3) / step + run,
+            "step": step,
+            "wide": jnp.asarray(wide.astype(np.float32)),
+            "mean": jnp.asarray((wide - 100).astype(np.float32)),
+            "brain": jnp.asarray(brain.astype(np.float32)).astype(jnp.bfloat16),
+            "frozen": jnp.asarray(np.arange(1024, dtype=np.float32)),
+        },
     }
 
 
-def logged_blocks_at(step: int, run: int) -> dict:
-    """The same with dense leaves of several blocks, whose records build on earlier records."""
-    state = logged_state_at(step, run)
-    wide = np.arange(1500, dtype=np.float64).reshape(3, 500) / (step + run)
-    brain = np.arange(2500, dtype=np.float64) / 7
-    brain[:256] += 3 * step
-    brain[step % 10 :: 100] += step + run
-    frozen = np.arange(1024, dtype=np.float32)
-    state["dense"] |= {
-        "wide": jnp.asarray(wide.astype(np.float32)),
-        "mean": jnp.asarray((wide - 100).astype(np.float32)),
-        "brain": jnp.asarray(brain.astype(np.float32)).astype(jnp.bfloat16),
-        "frozen": jnp.asarray(frozen),
-    }
-    return state
-
-
-def log_run(root: Path, run: int, steps: range, logged: Appended) -> None:
+def log_run(root: Path, run: int, steps: range) -> None:
     """Appends the steps of a run, which starts with a base or resumes from a point."""
     options = deltackpt.ManagerOptions(
-        wal=deltackpt.WalOptions(dense=logged.modes[run]),
-        dense=deltackpt.Dense(codec=logged.codec, max_error=None),
+        wal=deltackpt.WalOptions(dense="delta"),
+        dense=deltackpt.Dense(codec={"dense/wide": "ef8", "dense/mean": "int8"}, max_error=None),
     )
-    with deltackpt.CheckpointManager(root, handlers=logged.handlers, options=options) as manager:
-        before = logged.state_at(steps[0] - 1, run)
+    with deltackpt.CheckpointManager(root, handlers=LOGGED_HANDLERS, options=options) as manager:
+        before = logged_state_at(steps[0] - 1, run)
         touched = deltackpt.touched.init(
             {f"tables/{name}": leaf for name, leaf in before["tables"].items()}
         )
@@ -410,7 +408,7 @@ def log_run(root: Path, run: int, steps: range, logged: Appended) -> None:
             rows = {"users": jnp.arange(step % 10, 50, 10), "coarse": jnp.arange(step % 10, 40, 10)}
             rows["coarse"] = _with_odd(rows["coarse"])
             touched = deltackpt.touched.mark(touched, rows)
-            state = logged.state_at(step, run)
+            state = logged_state_at(step, run)
             # Untouched rows keep their restored values.
             moved = state["tables"]["coarse"][rows["coarse"]]
             coarse = coarse.at[rows["coarse"]].set(moved)
@@ -436,55 +434,18 @@ def _with_odd(rows: jnp.ndarray) -> jnp.ndarray:
     return jnp.concatenate([rows, jnp.asarray([1])])
 
 
-@dataclasses.dataclass(frozen=True)
-class Appended:
-    """Contents of the golden WALs of a version.
-
-    Attributes:
-      state_at: returns the state at a step of a run.
-      modes: how each run keeps dense leaves.
-      handlers: the manager's handlers.
-      codec: codecs of dense leaves.
-    """
-
-    state_at: Callable[[int, int], dict]
-    modes: Sequence[Any] = ("whole", "delta")
-    handlers: Mapping[str, Any] = dataclasses.field(default_factory=lambda: LOGGED_HANDLERS)
-    codec: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-#: By version number.
-LOGGED = {
-    1: Appended(logged_state_at),
-    2: Appended(
-        logged_blocks_at,
-        modes=("delta", "delta"),
-        handlers={
-            "embeddings": dataclasses.replace(
-                LOGGED_HANDLERS["embeddings"],
-                codec={
-                    "tables/coarse": deltackpt.policies.CodecChoice(delta="int8", base="raw"),
-                    "tables/users": deltackpt.policies.CodecChoice(delta="lossless", base="raw"),
-                },
-            )
-        },
-        codec={"dense/wide": "ef8", "dense/mean": "int8"},
-    ),
-}
-
-
-def write_log(root: Path, logged: Appended) -> None:
+def write_log(root: Path) -> None:
     """Writes a base, the WALs of two runs, and the digests of their points."""
-    log_run(root, 0, range(LOGGED_FROM + 1, FIRST_END + 1), logged)
-    log_run(root, 1, range(GOES_ON_FROM + 1, SECOND_END + 1), logged)
+    log_run(root, 0, range(LOGGED_FROM + 1, FIRST_END + 1))
+    log_run(root, 1, range(GOES_ON_FROM + 1, SECOND_END + 1))
     for leftover in root.glob("lease.*"):
         leftover.unlink(missing_ok=True)
     found = {}
     options = deltackpt.ManagerOptions(access="read")
-    with deltackpt.CheckpointManager(root, handlers=logged.handlers, options=options) as manager:
+    with deltackpt.CheckpointManager(root, handlers=LOGGED_HANDLERS, options=options) as manager:
         for point in manager.recovery_points():
             run = int(point.step > GOES_ON_FROM)
-            state = manager.restore(point, logged.state_at(point.step, run)).state
+            state = manager.restore(point, logged_state_at(point.step, run)).state
             found[str(point.step)] = digests(state)
     (root / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
 
@@ -569,10 +530,9 @@ def main() -> None:
     packed = HERE / "pack-v1"
     if not packed.exists():
         write_pack(packed)
-    for version, logged in LOGGED.items():
-        at = HERE / f"log-v{version}"
-        if not at.exists():
-            write_log(at, logged)
+    logs = HERE / f"log-v{FORMAT_VERSION}"
+    if not logs.exists():
+        write_log(logs)
     blocks = HERE / f"dense-v{FORMAT_VERSION}"
     if not blocks.exists():
         write_dense(blocks)

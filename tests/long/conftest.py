@@ -31,11 +31,3 @@ def log_trainees(tmp_path_factory) -> Iterator[harness.Trainees]:
     server = harness.Trainees(tmp_path_factory.mktemp("trainees"), "wal_trainee.py")
     yield server
     server.close()
-
-
-@pytest.fixture
-def second_trainees(tmp_path) -> Iterator[harness.Trainees]:
-    """A separate fork server, for a process beside another."""
-    server = harness.Trainees(tmp_path)
-    yield server
-    server.close()

@@ -9,7 +9,7 @@ import signal
 import pytest
 from many import Job, Process, wait_until
 from many_worker import POINTS, Model
-from test_processes import assert_misses, saved, started, step_numbers
+from test_processes import assert_misses, saved, step_numbers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
@@ -31,44 +31,6 @@ TOPOLOGIES = [
     (4, 2, {"mesh": [4, 2], "across": "y"}),
     (2, 1, {"mesh": [1, 2]}),
 ]
-
-
-@pytest.mark.drawn("one of four processes", 3)
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("phase", ["before its shard", "during its shard", "waiting", "commit"])
-def test_one_of_four_processes_is_killed(server, tmp_path, victim, phase):
-    """The test suite's matrix with four processes: all three survivors name the victim."""
-    point = phase
-    if phase == "waiting":
-        point = "waiting for the shards" if victim == 0 else "waiting for the commit"
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=4, devices=1, apart=True) as job:
-        started(job, root, {"mesh": [2, 2]}, processes_secs=PEERS_SECS)
-        saved(job, 0)
-        job.all("train", to=1)
-        armed, action = (victim, "kill") if phase != "commit" or victim == 0 else (0, "hold")
-        at = "commit: before the rename" if phase == "commit" else point
-        job.processes[armed].ask("arm", at=at, action=action)
-        job.processes[armed].answer()
-        job.ask("save")
-        job.ask("wait")
-        job.processes[armed].wait_reached(at)
-        if action == "hold":
-            job.processes[victim].kill()
-            job.processes[victim].end()
-            job.release()
-        job.answers()
-        waits = job.answers()
-        assert job.processes[victim].status == -signal.SIGKILL
-        # Process 0 has the victim's complete shard, and commits without the victim.
-        committed = victim != 0 and phase in ("waiting", "commit")
-        for number, answer in enumerate(waits):
-            if number != victim:
-                if committed:
-                    assert "error" not in answer, answer
-                else:
-                    assert_misses(answer, victim)
-    assert step_numbers(root) == ([0, 1] if committed else [0])
 
 
 def assert_fails_to_open(job: Job, ill: Process, root: str) -> None:

@@ -23,7 +23,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -501,9 +500,8 @@ def train(task: dict[str, Any]) -> None:
         leftovers += [path.name for path in root.glob(f"{naming.TRASH}/*/*")]
         training = Training(saver, root, task["branch"], surroundings)
         training.start(leftovers)
-        for _ in range(task.get("rounds", 1)):
-            for doing, *number in task["doings"]:
-                getattr(training, doing)(*number)
+        for doing, *number in task["doings"]:
+            getattr(training, doing)(*number)
     note("done", calls=_calls())
 
 
@@ -548,19 +546,6 @@ def suffer(task: dict[str, Any]) -> None:
         note("restored", step=result.step, wrong=wrong, skipped=len(result.skipped))
 
 
-def evaluate(task: dict[str, Any]) -> None:
-    """Restores the newest step in a loop, as an evaluation process does."""
-    replay = Replay()
-    until = time.monotonic() + task["secs"]
-    with manager(Path(task["root"]), access="read") as reader:
-        abstract = template()
-        while time.monotonic() < until:
-            result = reader.restore_latest(abstract)
-            assert result is not None
-            wrong = difference(result.state, result.step, replay)
-            note("read", step=result.step, wrong=wrong, retries=len(result.skipped))
-
-
 def _refused(error: DeltackptError) -> None:
     _shim_call("faults_disarm")
     note("refused", error=type(error).__name__, text=str(error))
@@ -596,7 +581,7 @@ def _calls() -> int:
     return 0 if shim is None else int(shim.faults_calls())
 
 
-TASKS = {"train": train, "suffer": suffer, "evaluate": evaluate}
+TASKS = {"train": train, "suffer": suffer}
 
 
 def _child(task: dict[str, Any]) -> None:
