@@ -262,9 +262,15 @@ def test_a_stopped_process_0_is_named_by_the_call_that_needs_its_answer(two, roo
 
 
 def test_a_failed_batch_of_one_process_voids_its_point_but_not_the_next(job, root):
+    job.all("wait_recovery", step=2)
     of_one(job, 1, "refuse_writes", times=1)
     job.all("run_on", to=3)
     of_one(job, 1, "wait_failed")
+    of_one(job, 1, "run_on", to=4)
+    of_one(job, 1, "wait_appended")
+    # Process 1 has no record of step 3, although it has a later one.
+    assert of_one(job, 0, "wait_appended")["recovery"] == [2, True]
+    assert_reads_alone(root, 2)
     logged(job, 5)
     [event] = job.all("told")[1]["events"]
     assert (event["operation"], event["step"]) == ("append", 3)

@@ -19,15 +19,19 @@ if TYPE_CHECKING:
     from deltackpt.reading.wal_topics import WalTopics
 
 NAME = "progress"
-_RECORD = struct.Struct("<QQ")
+_RECORD = struct.Struct("<QQQ")
 NBYTES = _RECORD.size
 
 
 class DurableRecord(NamedTuple):
-    """The newest durable record: the number of its ``append()`` call, 0 for none, and its step."""
+    """The newest durable record: the number of its ``append()`` call, 0 for none, and its step.
+
+    The process has a record of each call from ``since`` on, but may lack some of earlier calls.
+    """
 
     number: int
     step: int
+    since: int = 0
 
     @classmethod
     def from_bytes(cls, data: bytes) -> DurableRecord:

@@ -745,7 +745,7 @@ class Recorder(WalHooks):
             self._write_end()
         # Stamps and ids no longer identify the touched rows, so pending rows are meaningless.
         epoch.close()
-        epoch.progress.record(0, 0)  # The other processes must not count its records either.
+        epoch.progress.reset()  # The other processes must not count its records either.
         epoch.progress.close()
         self._pending_rows = NamedRows()
         self._epoch, self._voiding = None, False
