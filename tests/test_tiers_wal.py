@@ -50,6 +50,7 @@ from deltackpt.tiers import wal_upload
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.replication import ReplicationClient
 from deltackpt.tiers.uploader import Uploader
+from deltackpt.wal import LocalWal
 
 __all__ = ["alone", "breakable", "one", "other", "s3", "server"]
 
@@ -352,6 +353,21 @@ def test_the_remote_steps_decide_which_records_are_removed(alone, one):
     place = one.place() / naming.LOG
     assert {name.partition("/")[0] for name in place.keys()} == {ref.prefix.partition("/")[2]}
     one.resumed(12, wait_for="staging")
+
+
+def test_records_in_another_directory_stay_until_later_steps_are_uploaded(
+    alone, one, other, tmp_path
+):
+    wal = WalOptions(backend=LocalWal(directory=str(tmp_path / "shared")))
+    with one.manager(wal=wal, wait_for="staging") as manager:
+        one.saves(manager, 0)
+        upload_all(one)
+        for step in (1, 3, 5):
+            one.log(manager, step)
+            one.saves(manager, step + 1)
+        one.log(manager, 7)
+    shutil.rmtree(one.stage.path)
+    assert other.resumed(7, like=one, wal=wal, wait_for="staging").chain == (0,)
 
 
 def test_points_below_a_step_with_other_leaves_stay_until_it_is_uploaded(alone, one, other):

@@ -53,6 +53,7 @@ from deltackpt.tiers.staging import (
     rolled_back,
     step_of,
 )
+from deltackpt.tiers.wal_upload import oldest_needed
 
 #: Seconds between two polls of the replicator's progress while a caller waits.
 _POLL_SECS = 0.02
@@ -457,6 +458,11 @@ class ReplicationClient:
                 if data is not None:
                     self.journal.learn(data, f"{self.stage.path}/entry.msgpack")
         return progress
+
+    def oldest_needed(self) -> SaveId | None:
+        """Returns the second-newest uploaded step, as far as the uploader has reported it."""
+        self.read_progress()
+        return oldest_needed(self.journal.known)
 
     def remote(self) -> State:
         """Returns the remote state, at least as new as the leading process has seen."""

@@ -177,7 +177,7 @@ class WalUpload:
 
     def _waiting(self, ref: WalRef, process: str, log: ProcessWal) -> Iterator[_ToUpload]:
         """What is staged and not uploaded of a process's WAL, by segment."""
-        needed, known = _oldest_needed(self._journal.known), self._known(ref)
+        needed, known = oldest_needed(self._journal.known), self._known(ref)
         is_over = ref.epoch < self._newest()
         left = len(log.segments)
         for name, records in log.segments.items():
@@ -257,7 +257,7 @@ class WalUpload:
     def trim(self) -> None:
         """Deletes remote records that are not above its second-newest step."""
         journal = self._journal
-        oldest = _oldest_needed(journal.known)
+        oldest = oldest_needed(journal.known)
         if oldest is None or not journal.known.entry.logs:
             return
         *over, newest = journal.known.entry.logs
@@ -308,7 +308,7 @@ def _put_progress(at: StorePath, newest: SaveId) -> None:
     (to := at / NAME).store.put(to.key, DurableRecord(newest.attempt, newest.step).to_bytes())
 
 
-def _oldest_needed(state: State) -> SaveId | None:
+def oldest_needed(state: State) -> SaveId | None:
     """The step onto which restores may replay the log: the remote directory's second newest."""
     steps = [*state.steps.values()]
     return steps[-2:][0].save_id if steps else None

@@ -112,6 +112,11 @@ class OpenEpoch:
         )
 
     @property
+    def survives_node(self) -> bool:
+        """Returns whether the records are not in the staging directory."""
+        return self.head.directory is not None or self.head.topic is not None
+
+    @property
     def is_removed(self) -> bool:
         """Returns whether its records or its header are missing although the root exists."""
         with contextlib.suppress(DeltackptError):

@@ -783,11 +783,17 @@ class Recorder(WalHooks):
         busy = self._trimming is not None and not self._trimming.done()
         if len(self._committed) < 2 or self._epoch is None or busy:
             return
-        self._trimming = self._runtime.start(_truncate, self._epoch, self._committed[0])
+        self._trimming = self._runtime.start(_truncate, self._run, self._epoch, self._committed[0])
 
 
-def _truncate(epoch: OpenEpoch, oldest: SaveId) -> None:
+def _truncate(run: Run, epoch: OpenEpoch, oldest: SaveId) -> None:
     try:
+        if epoch.survives_node and (replication := run.replication) is not None:
+            # If this node is lost, a restore replays the records onto a step that was uploaded.
+            uploaded = replication.oldest_needed()
+            if uploaded is None or uploaded.run != oldest.run:
+                return
+            oldest = min(oldest, uploaded, key=lambda one: one.step)
         epoch.truncate(oldest)
     except Exception as error:  # No caller awaits the outcome.
         text = str(error) if isinstance(error, StorageError) else repr(error)
