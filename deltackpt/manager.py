@@ -396,7 +396,7 @@ class CheckpointManager:
                 return self._verifier.verify(split, marks, pending_save.clocks_of(split, marks))
             except TrackingError:
                 reason = "verify_tracking found rows that are not marked"
-                self._run.lineage.distrust(reason)
+                self._run.suspect(reason)
                 self._run.wal.distrust(reason)
                 raise
 

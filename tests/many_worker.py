@@ -466,6 +466,10 @@ class Worker:
         decision = self._manager.next_save(self._state, touched=self._given())
         return dataclasses.asdict(decision)
 
+    def verify_tracking(self) -> None:
+        """Checks that every changed row is marked."""
+        self._manager.verify_tracking(self._state, touched=self._given())
+
     def save(self, **arguments: Any) -> dict[str, Any]:
         """Saves the state."""
         if self._notes:

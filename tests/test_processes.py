@@ -356,6 +356,18 @@ def test_all_processes_agree_on_whether_the_restored_step_has_changed(server, tm
                 assert "expected a step above 1" in answer["error"]["text"]
 
 
+def test_rows_that_one_process_finds_unmarked_make_all_save_a_base(server, tmp_path):
+    with running(server, tmp_path, steps=1, tracking_audit=False) as job:
+        job.all("verify_tracking")
+        job.all("train", to=1, forget=[1])
+        first, second = job.each("verify_tracking")
+        assert "error" not in first and second["error"]["type"] == "TrackingError"
+        job.all("save")
+        for error in (answer["error"] for answer in job.each("wait")):
+            assert error["type"] == "TrackingFailed" and "verify_tracking found" in error["text"]
+        assert saved(job, 2)[0]["kind"] == "base"
+
+
 def test_dense_leaves_are_restored_without_the_orbax_handler(server, tmp_path):
     with running(server, tmp_path, steps=1) as job:
         job.all("fault", at="reading through Orbax")

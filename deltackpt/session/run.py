@@ -508,6 +508,13 @@ class Run:
         if self.tracking.has_replaced:
             self.lineage.distrust(HASHED)
 
+    def suspect(self, found: str) -> None:
+        """Makes the next save a base; with several processes, once a delta of all has failed."""
+        if self.coordinator.count == 1:
+            self.lineage.distrust(found)
+        else:
+            self.lineage.suspect(found)
+
     @property
     def position(self) -> tuple[object, ...]:
         """Returns what training continues from."""

@@ -667,10 +667,7 @@ class Recorder(WalHooks):
         """Invalidates the points of this run, and makes the next save of all processes a base."""
         events.warn(f"the WAL is invalid, and the next step is saved as a base: {found}")
         self._given_rows.forget()
-        if self._run.coordinator.count == 1:
-            self._run.lineage.distrust(found)
-        else:
-            self._run.lineage.suspect(found)
+        self._run.suspect(found)
         self.distrust(found)
 
     def distrust(self, reason: str) -> None:
