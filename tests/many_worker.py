@@ -50,6 +50,7 @@ from deltackpt.save import commit, exits, pending_save
 from deltackpt.session import saving, step_reader
 from deltackpt.storage import batch, ocdbt, shard_writer, zarr_writer
 from deltackpt.storage.posix import DirectFile, DurableDir
+from deltackpt.tiers.staging import StagingDir
 
 #: Row counts divisible by 8 devices, and widths divisible by 4. Every table is large enough that
 #: each process writes a share of it, whatever the sharding.
@@ -820,6 +821,7 @@ POINTS: dict[str, Point] = {
     "before the save": _before(saving.Saver, "_start"),
     "snapshot": _before(pending_save, "capture"),
     "listing steps": _before(Root, "steps"),
+    "writing orders": _before(StagingDir, "order"),
     "reading arrays": _before(StoredShard, "read_into"),
     "reading dense leaves": _before(step_reader.StepReader, "_read_dense"),
     "reading through Orbax": _before(orbax_dense, "from_folder"),

@@ -446,9 +446,11 @@ class Run:
             self.root.check_lease()
 
     def start_replication(self) -> None:
-        """Records for the tiers, before a run's first save or WAL, what it resumes from; once."""
-        if self.replication is not None:
-            self.replication.start_run(self.lineage.newest_committed, self.lineage.run)
+        """Records for the tiers, before a run's first save or WAL, what it resumes from."""
+        if (replication := self.replication) is not None:
+            # A process that failed here alone would be one save behind the others.
+            with self.coordinator.together("recording what the run resumes from", fatal=True):
+                replication.start_run(self.lineage.newest_committed, self.lineage.run)
 
     @property
     def fsync(self) -> bool:

@@ -174,10 +174,10 @@ class Saver:
             reason = "it was restored, and nothing has changed since"
             return Saved.skipped(step, reason, started)
         run.check_above(step)
-        # Before any file of the run is staged: a restart reads there what the run resumed from.
-        run.start_replication()
         # Before roll_back(): only later steps keep points of an old epoch from being restored.
         if run.wal.begun != run.lineage.run:
+            # Before any file of the run is staged: a restart reads there what the run resumed from.
+            run.start_replication()
             run.wal.start_epoch(split)
         run.roll_back(step)
         run.end_hashing()

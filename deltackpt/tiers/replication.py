@@ -251,13 +251,18 @@ class ReplicationClient:
         if self._is_reader:
             return
         with self._ordering:
-            if not self._is_written:
-                self._order()
+            self._write_orders()
             if not self.orders.began:
                 self._order(began=True, resumed_from=resumed_from)
             if self.orders.lineage(run) is None:
                 self._order(lineages=self._lineages(resumed_from, run))
                 self.start()
+
+    def _write_orders(self) -> None:
+        """Writes the orders again if that has failed."""
+        with self._ordering:
+            if not self._is_written:
+                self._order()
 
     def _lineages(self, resumed_from: SaveId | None, run: str) -> tuple[RunLineage, ...]:
         """Returns the lineages of the local runs and of a new run."""
@@ -601,6 +606,8 @@ class ReplicationClient:
         Raises StorageError if the extents fail or stay full.
         """
         self._is_unconfirmed = True
+        with contextlib.suppress(FencedError, StorageError):  # The next save retries.
+            self._write_orders()
         self.start()
         self.process.wake()
         self._find_peers()
