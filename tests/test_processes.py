@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import re
 import shutil
 import signal
@@ -348,10 +349,14 @@ def test_all_processes_agree_on_whether_the_restored_step_has_changed(server, tm
             job.all(change, **arguments)
             answer = job.one("save")
             assert answer["kind"] is None and "it was restored" in answer["reason"]
-        for process in (0, 1):
+        for process, what in itertools.product((0, 1), ("state", "metrics")):
             job.all("restore_latest", place=PLACE, like=1)
-            job.all("alter", process=process)
-            for answer in job.each("save"):
+            if what == "state":
+                job.all("alter", process=process)
+            for one in job.processes:
+                is_first = what == "metrics" and one.number == process
+                one.ask("save", metrics={"loss": 0.5} if is_first else None)
+            for answer in job.answers():
                 assert answer["error"]["type"] == "OptionError", answer
                 assert "expected a step above 1" in answer["error"]["text"]
 

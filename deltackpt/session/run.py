@@ -526,11 +526,16 @@ class Run:
         """Returns the clocks of the TouchStates of a state."""
         return pending_save.clocks_of(split, pending_save.marks_of(split, touched))
 
-    def is_restored(self, split: Split, touched: TouchState | None) -> bool:
-        """Returns whether a state and its TouchState are the restored ones, on every process."""
+    def is_restored(
+        self, split: Split, touched: TouchState | None, *, differs: bool = False
+    ) -> bool:
+        """Returns whether a state and its TouchState are the restored ones, on every process.
+
+        ``differs`` if something else was not restored.
+        """
         if self.restored_state is None or self.restored_state[0] != self.position:
             return False  # Training keeps a state that it had before the last restore.
-        marked, hashed = self.lineage.distrusted is not None, False
+        marked, hashed = differs or self.lineage.distrusted is not None, False
         if self.tracking.tracker is not None:
             stamps = () if touched is None else touched.stamps.values()
             # A row that changed may have changed back.

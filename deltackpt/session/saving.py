@@ -222,15 +222,14 @@ class Saver:
     def _is_restored(self, step: int, split: Split, arguments: SaveArguments) -> bool:
         """Returns whether the state is the restored one, unchanged, so that no save is needed."""
         run, point = self._run, self._run.lineage.forked_from
-        if arguments.force_base or arguments.items or arguments.metrics or arguments.ids:
-            return False
-        if arguments.custom_metadata or not run.lineage.parent_has(split.layout):
-            return False
         if run.restored is None or step != (run.restored if point is None else point.save_id.step):
             return False
         if run.newest is not None and run.newest > step:
             return False  # Training went back: without a save a restart would find the later steps.
-        return run.is_restored(split, run.tracking.touch_state(split, arguments.touched))
+        # Other processes may have other arguments, such as metrics.
+        differs = not run.lineage.parent_has(split.layout) or arguments.save_unchanged
+        touched = run.tracking.touch_state(split, arguments.touched)
+        return run.is_restored(split, touched, differs=differs)
 
     def _capture_tables(self, step: int, split: Split, arguments: SaveArguments) -> PendingSave:
         run = self._run
