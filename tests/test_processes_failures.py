@@ -207,11 +207,16 @@ def test_a_manager_that_one_process_cannot_create_fails_on_all_and_fences_none(
 def test_wrong_arguments_of_one_process_block_no_other(job, tmp_path, process):
     """Includes arguments that the manager refuses, and options that cannot be constructed."""
     right = {"root": str(tmp_path / "root"), "processes_secs": PEERS_SECS}
-    for wrong in {"event_handlers": [1]}, {"max_to_keep": -1}:
-        short = {} if "event_handlers" in wrong else {"processes_secs": 2.0}
+    for wrong in {"event_handlers": [1]}, {"max_to_keep": -1}, {"dense": "blocks"}:
+        short = {"processes_secs": 2.0} if "max_to_keep" in wrong else {}
         for one in job.processes:
             one.ask("open", **right | short | (wrong if one.number == process else {}))
         errors = [one.answer()["error"] for one in job.processes]
+        if "dense" in wrong:
+            for error in errors:
+                assert error["type"] == "Disagreement", error
+                assert "equal ManagerOptions.dense.deltas on every process" in error["text"]
+            continue
         assert errors[process]["type"] == "OptionError"
         if "event_handlers" in wrong:
             assert errors[1 - process]["type"] == "ProcessFailed"

@@ -9,14 +9,20 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import jax.numpy as jnp
 
 from deltackpt import coordination, events, units
 from deltackpt.coordination import Coordinator
-from deltackpt.errors import DeltackptError, OptionError, ProcessMissing, StorageError
+from deltackpt.errors import (
+    DeltackptError,
+    Disagreement,
+    OptionError,
+    ProcessMissing,
+    StorageError,
+)
 from deltackpt.format.manifest import Layout, SaveId, TrackingName
 from deltackpt.handlers.items import Handlers
 from deltackpt.ledger.directory import Root
@@ -259,6 +265,34 @@ def _require_shared_log(options: WalOptions | None) -> None:
         )
 
 
+def _shared_options(options: ManagerOptions) -> dict[str, str]:
+    """Returns the options that decide which calls and files the processes make together."""
+    wal, tiers = options.wal, options.tiers
+    return {
+        "access": options.access,
+        "deltas.bases": options.deltas.bases,
+        "deltas.tracking": options.deltas.tracking,
+        "dense.deltas": options.dense.deltas,
+        "save_decision_policy": type(options.save_decision_policy).__name__,
+        "save_interval_steps": str(options.save_interval_steps),
+        "tiers.shared": str(tiers and tiers.shared),
+        "wal.backend": type(wal and wal.backend).__name__,
+        "writes.durability": options.writes.durability,
+        "writes.when_busy": options.writes.when_busy,
+    }
+
+
+def _require_equal(every: Sequence[Mapping[str, str]], what: str) -> None:
+    for process, found in enumerate(every):
+        for name, value in found.items():
+            if value != (expected := every[0][name]):
+                raise Disagreement(
+                    f"{what}: expected equal ManagerOptions.{name} on every process, found "
+                    f"{expected!r} on process 0 and {value!r} on process {process}; pass the same "
+                    "options on every process"
+                )
+
+
 def _topic(options: ManagerOptions, processes: int) -> Topic | None:
     """Returns the topic of the WAL, after checking that it can be written to."""
     if options.wal is None or not isinstance(backend := options.wal.backend, KafkaWal):
@@ -284,7 +318,8 @@ def _coordinator(directory: str | os.PathLike[str], options: ManagerOptions) -> 
     return Coordinator(os.fspath(directory), options.timeouts.processes_secs, alone=options.alone)
 
 
-def _opening(directory: str | os.PathLike[str]) -> str:
+def opening(directory: str | os.PathLike[str]) -> str:
+    """Returns the operation of a manager's constructor, the same on every process."""
     return f"{os.fspath(directory)}: opening it"
 
 
@@ -314,7 +349,7 @@ def refuse(
 ) -> NoReturn:
     """Raises an error of a manager's arguments; the other processes report it without waiting."""
     with contextlib.suppress(ProcessMissing, StorageError):
-        with _coordinator(directory, options).together(_opening(directory), fatal=True):
+        with _coordinator(directory, options).together(opening(directory), fatal=True):
             raise error
     raise error
 
@@ -350,7 +385,7 @@ class Run:
         self.restored_state: tuple[object, RestoredState] | None = None
         self.is_emitting = False  # whether event handlers are being called
         self.wal = WalHooks()
-        self.coordinator, what = _coordinator(directory, options), _opening(directory)
+        self.coordinator, what = _coordinator(directory, options), opening(directory)
         has_blocks = options.dense.deltas == "blocks"
         with self.coordinator.together(what, fatal=True):
             count, threads = self.coordinator.count, options.background.threads or _THREADS
@@ -371,6 +406,7 @@ class Run:
                 _require_shared_log(options.wal)
             self.topic = _topic(options, count)  # of a WAL in Kafka
             take_over()
+        _require_equal(self.coordinator.gather(what, _shared_options(options)), what)
         opened: list[Steps | ReplicationClient] = []
 
         def first() -> int | None:
