@@ -318,6 +318,23 @@ def test_append_failed_is_raised_by_one_process_and_the_others_continue(two, roo
     assert_goes_on(two, root, 4, [4, 1])
 
 
+def test_a_process_that_first_notices_a_disagreement_does_not_save_alone(two, root):
+    two.all("open", root=str(root), log={})
+    two.all("start", place=TRAINED)
+    of_one(two, 1, "train", to=1)
+    of_one(two, 1, "arm", at="waiting for the commit", action="hold")
+    assert {one["saved"] for one in two.all("log")} == {"base"}
+    two.ask("wait", of=[0])
+    assert two.answers(of=[0])[0]["error"]["type"] == "TrackingFailed"
+    two.all("train", to=2)
+    assert [one["saved"] for one in two.all("log")] == [None, None]
+    two.release()
+    two.each("run_until_saved", at_most=FAR)
+    two.each("wait")
+    [step] = two.one("steps")["steps"]
+    assert_goes_on(two, root, step + 2, [step + 2, step + 1])
+
+
 @pytest.mark.parametrize(("process", "at"), [(1, "snapshot"), (0, "commit: digests")])
 def test_if_the_first_step_fails_all_save_another(two, root, process, at):
     two.all("open", root=str(root), log={})

@@ -687,9 +687,12 @@ class Recorder(WalHooks):
         self._chain, self._voiding, self._needs_root = None, True, True
         self._audit.start(None)
         if self._run.coordinator.count > 1:
-            # Records of the others make no point without ours.
+            # Records of the others make no point without ours. They may notice it later, and save
+            # only at the call that all agree on.
             self._ended = reason
             self._save_requests.request_save(reason, restarts_wal=True)
+            if self._layout is not None:
+                self._save_requests.refused(self._layout, reason)
         else:
             self._begun = False
         try:
