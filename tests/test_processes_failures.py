@@ -76,6 +76,15 @@ def test_a_full_disk_of_one_process_is_reported_by_the_other(job, tmp_path, proc
     assert_goes_on(job, 2)
 
 
+def test_processes_that_save_different_steps_report_both(job, tmp_path):
+    of_one(job, 1, "train", to=2)
+    job.all("save")
+    first, second = (root_cause(answer) for answer in job.each("wait"))
+    assert first["type"] == "Disagreement" and "process 1" in first["text"]
+    assert "it saves step 2" in first["text"] and first["text"] in second["text"]
+    assert_goes_on(job, 3)
+
+
 def test_a_commit_that_fails_reports_the_cause_on_both_processes(job, tmp_path):
     of_one(job, 0, "fault", at="commit: digests")
     job.all("save")
