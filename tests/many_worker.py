@@ -226,7 +226,9 @@ class Place:
             lambda leaf, like: (
                 leaf
                 if isinstance(like, np.ndarray)
-                else jax.make_array_from_callback(leaf.shape, like.sharding, leaf.__getitem__)
+                else jax.make_array_from_callback(
+                    leaf.shape, like.sharding, leaf.__getitem__, dtype=leaf.dtype
+                )
             ),
             state,
             self.template(state),
@@ -705,12 +707,15 @@ def _marked(marks: touched.TouchState, ids: dict[str, np.ndarray]) -> touched.To
 
         def stamp(index: Any, old: jax.Array = old, rows: np.ndarray = rows) -> np.ndarray:
             start, stop, _ = index[0].indices(len(old))
-            [shard, *_] = (s.data for s in old.addressable_shards if s.index == index)
-            new = np.array(shard)
+            shards = [s.data for s in old.addressable_shards if s.index == index]
+            # JAX may also ask a process without devices of the array.
+            new = np.array(shards[0]) if shards else np.zeros(stop - start, old.dtype)
             new[rows[(rows >= start) & (rows < stop)] - start] = clock
             return new
 
-        stamps[f"tables/{name}"] = jax.make_array_from_callback(old.shape, old.sharding, stamp)
+        stamps[f"tables/{name}"] = jax.make_array_from_callback(
+            old.shape, old.sharding, stamp, dtype=old.dtype
+        )
     return marks._replace(clock=jax.numpy.int32(clock), stamps=stamps)
 
 

@@ -361,6 +361,19 @@ def test_all_processes_agree_on_whether_the_restored_step_has_changed(server, tm
                 assert "expected a step above 1" in answer["error"]["text"]
 
 
+@pytest.mark.parametrize("tracking", ["touched", "auto"])
+def test_a_state_on_the_devices_of_one_process_is_saved_and_restored(server, tmp_path, tracking):
+    side = {"mesh": [2, 1]}
+    with running(server, tmp_path, side, steps=2, tracking=tracking) as job:
+        if tracking == "auto":
+            job.all("hide_marks")
+        saved(job, 2)
+        assert_each_restores(job, 2, side, like=2)
+        saved(job, 3)
+        assert saved(job, 4)[0]["kind"] == "delta"
+    assert_restores(server, tmp_path / "root", 4, PLACE, goes_on=False, processes=2)
+
+
 def test_rows_that_one_process_finds_unmarked_make_all_save_a_base(server, tmp_path):
     with running(server, tmp_path, steps=1, tracking_audit=False) as job:
         job.all("verify_tracking")
