@@ -312,7 +312,7 @@ class Worker:
                 answer: dict[str, Any] = {"answer": line["do"]}
                 try:
                     answer |= getattr(self, line.pop("do"))(**line) or {}
-                except Exception as error:
+                except (Exception, KeyboardInterrupt) as error:
                     traceback.print_exc()
                     answer["error"] = _told(error)
             answer["warnings"] = [str(warning.message) for warning in caught]
@@ -596,13 +596,13 @@ class Worker:
 
         POINTS[at](reached)
 
-    def fault(self, at: str, number: int = 28) -> None:
-        """Raises one OSError at a point of a save or a restore."""
+    def fault(self, at: str, number: int | None = 28) -> None:
+        """Raises one OSError at a point of a save or a restore; None for a KeyboardInterrupt."""
         left = iter([True])
 
         def reached() -> None:
             if next(left, False):
-                raise OSError(number, os.strerror(number))
+                raise KeyboardInterrupt if number is None else OSError(number, os.strerror(number))
 
         POINTS[at](reached)
 

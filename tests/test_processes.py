@@ -382,7 +382,8 @@ def test_rows_that_one_process_finds_unmarked_make_all_save_a_base(server, tmp_p
         assert "error" not in first and second["error"]["type"] == "TrackingError"
         job.all("save")
         for error in (answer["error"] for answer in job.each("wait")):
-            assert error["type"] == "TrackingFailed" and "verify_tracking found" in error["text"]
+            assert error["type"] == "TrackingFailed", error
+            assert "step 1: verify_tracking found" in error["text"]
         assert saved(job, 2)[0]["kind"] == "base"
 
 

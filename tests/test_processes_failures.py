@@ -99,12 +99,15 @@ def test_a_commit_that_fails_reports_the_cause_on_both_processes(job, tmp_path):
     assert_goes_on(job, 2)
 
 
-def test_a_snapshot_that_fails_on_one_process_leaves_none_at_a_barrier(job, tmp_path):
-    of_one(job, 1, "fault", at="snapshot")
+@pytest.mark.parametrize("number", [28, None], ids=["full", "interrupted"])
+def test_a_snapshot_that_fails_on_one_process_leaves_none_at_a_barrier(job, tmp_path, number):
+    of_one(job, 1, "fault", at="snapshot", number=number)
     saves = job.each("save")
-    assert "error" not in saves[0] and "No space left" in saves[1]["error"]["text"]
+    shown = "KeyboardInterrupt" if number is None else "No space left"
+    error = saves[1]["error"]
+    assert "error" not in saves[0] and shown in f"{error['type']}: {error['text']}"
     waits = job.each("wait")
-    assert all("No space left" in answer["error"]["text"] for answer in waits)
+    assert all(shown in answer["error"]["text"] for answer in waits)
     assert not (tmp_path / "root" / "1").exists()
     assert_goes_on(job, 2)
 

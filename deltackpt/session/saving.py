@@ -194,10 +194,11 @@ class Saver:
                 raise  # An interrupt: the save is written nevertheless.
             self._drop(items)
             self._leftovers.append(writers.temporary)
-            if run.coordinator.count > 1 and isinstance(error, Exception):
+            if run.coordinator.count > 1:
                 # The others begin it nevertheless, and get the error.
                 run.lineage.count_attempts(attempt)
-                refused = RefusedSave(error)
+                is_error = isinstance(error, Exception)
+                refused = RefusedSave(error if is_error else SaveFailed(f"{error!r} in save()"))
                 self._hand_over(step, writers, {run.item: refused}, refused, arguments, started)
                 run.wal.refused(split)
             raise
