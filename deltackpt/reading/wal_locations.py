@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 NAME = "progress"
 _RECORD = struct.Struct("<QQQ")
+#: As written before ``since`` was added.
+_WITHOUT_SINCE = struct.Struct("<QQ")
 NBYTES = _RECORD.size
 
 
@@ -36,7 +38,8 @@ class DurableRecord(NamedTuple):
     @classmethod
     def from_bytes(cls, data: bytes) -> DurableRecord:
         """Decodes the contents of the file; raises ``struct.error`` if they are not whole."""
-        return cls(*_RECORD.unpack(data))
+        layout = _WITHOUT_SINCE if len(data) == _WITHOUT_SINCE.size else _RECORD
+        return cls(*layout.unpack(data))
 
     def to_bytes(self) -> bytes:
         """Returns the contents of the file."""
