@@ -355,19 +355,30 @@ def test_the_remote_steps_decide_which_records_are_removed(alone, one):
     one.resumed(12, wait_for="staging")
 
 
-def test_records_in_another_directory_stay_until_later_steps_are_uploaded(
-    alone, one, other, tmp_path
+@pytest.mark.parametrize("kept_steps", [None, 1])
+def test_a_wal_that_survives_its_node_is_trimmed_by_the_remote_steps(
+    alone, one, other, tmp_path, kept_steps
 ):
-    wal = WalOptions(backend=LocalWal(directory=str(tmp_path / "shared")))
-    with one.manager(wal=wal, wait_for="staging") as manager:
-        one.saves(manager, 0)
+    wal = WalOptions(backend=LocalWal(directory=str(tmp_path / "wal"), segment_bytes=1))
+    with one.manager(wait_for="staging", wal=wal, max_to_keep=kept_steps) as manager:
+        one.save(manager, 0)
+        one.log(manager, 1)
         upload_all(one)
-        for step in (1, 3, 5):
-            one.log(manager, step)
-            one.saves(manager, step + 1)
-        one.log(manager, 7)
-    shutil.rmtree(one.stage.path)
-    assert other.resumed(7, like=one, wal=wal, wait_for="staging").chain == (0,)
+        for step in (2, 4, 6):
+            one.save(manager, step, force_base=True)
+            one.log(manager, step + 1)
+        with other.manager(access="read") as reader:  # What a new node finds.
+            assert other.restore(reader).step == 7
+            assert same(other.held(), one.held())
+        kept = len([*tmp_path.glob("wal/**/*.seg")])
+        upload_all(one)
+        one.saves(manager, 8)  # Trimming begins once it is committed.
+        one.log(manager, 9)
+        manager.recovery_points()  # Waits until trimming has ended.
+        assert len([*tmp_path.glob("wal/**/*.seg")]) < kept
+    with other.manager(access="read") as reader:
+        assert one.root()[-1] == 6 and other.restore(reader).step == 9
+        assert same(other.held(), one.held())
 
 
 def test_points_below_a_step_with_other_leaves_stay_until_it_is_uploaded(alone, one, other):

@@ -309,6 +309,6 @@ def _put_progress(at: StorePath, newest: SaveId) -> None:
 
 
 def oldest_needed(state: State) -> SaveId | None:
-    """The step onto which restores may replay the log: the remote directory's second newest."""
+    """Returns the step onto which restores may replay the log: the second newest remote one."""
     steps = [*state.steps.values()]
     return steps[-2:][0].save_id if steps else None
