@@ -283,6 +283,7 @@ class ReplicationClient:
         if self._is_reader:
             return []
         with self._ordering:
+            self._write_orders()
             later = {
                 number: info.save_id for number, info in self.steps.known().items() if number > step
             }
@@ -465,7 +466,7 @@ class ReplicationClient:
         return progress
 
     def oldest_needed(self) -> SaveId | None:
-        """Returns the second-newest uploaded step, as far as the uploader has reported it."""
+        """Returns the uploaded save onto which a new node may replay the WAL, if reported."""
         self.read_progress()
         return oldest_needed(self.journal.known)
 
