@@ -267,7 +267,7 @@ def _require_shared_log(options: WalOptions | None) -> None:
 
 def _shared_options(options: ManagerOptions) -> dict[str, str]:
     """Returns the options that decide which calls and files the processes make together."""
-    wal, tiers = options.wal, options.tiers
+    wal = options.wal
     return {
         "access": options.access,
         "deltas.bases": options.deltas.bases,
@@ -275,7 +275,7 @@ def _shared_options(options: ManagerOptions) -> dict[str, str]:
         "dense.deltas": options.dense.deltas,
         "save_decision_policy": type(options.save_decision_policy).__name__,
         "save_interval_steps": str(options.save_interval_steps),
-        "tiers.shared": str(tiers and tiers.shared),
+        "tiers.shared": str((options.tiers or Tiers()).shared),
         "wal.backend": type(wal and wal.backend).__name__,
         "writes.durability": options.writes.durability,
         "writes.when_busy": options.writes.when_busy,

@@ -198,7 +198,7 @@ class Saver:
                 # The others begin it nevertheless, and get the error.
                 run.lineage.count_attempts(attempt)
                 is_error = isinstance(error, Exception)
-                refused = RefusedSave(error if is_error else SaveFailed(f"{error!r} in save()"))
+                refused = RefusedSave(error if is_error else SaveFailed(f"save() was interrupted: {error!r}"))
                 self._hand_over(step, writers, {run.item: refused}, refused, arguments, started)
                 run.wal.refused(split)
             raise
