@@ -197,8 +197,9 @@ class Saver:
             if run.coordinator.count > 1:
                 # The others begin it nevertheless, and get the error.
                 run.lineage.count_attempts(attempt)
-                is_error = isinstance(error, Exception)
-                refused = RefusedSave(error if is_error else SaveFailed(f"save() was interrupted: {error!r}"))
+                if not isinstance(cause := error, Exception):
+                    cause = SaveFailed(f"save() was interrupted: {error!r}")
+                refused = RefusedSave(cause)
                 self._hand_over(step, writers, {run.item: refused}, refused, arguments, started)
                 run.wal.refused(split)
             raise
