@@ -28,6 +28,7 @@ from jax.experimental import multihost_utils
 
 from deltackpt.errors import (
     DeltackptError,
+    Disagreement,
     OptionError,
     ProcessFailed,
     ProcessMissing,
@@ -375,33 +376,40 @@ class Coordinator:
     def gather(self, what: str, value: _Json) -> list[_Json]:
         """Returns the JSON value of each process, by process; the same on every process.
 
-        A tuple may arrive as a list. Raises ``ProcessFailed`` if process 0 could not gather the
-        values.
+        A tuple may arrive as a list. ``what`` is the operation, for errors. Raises ``Disagreement``
+        on process 0 if the processes make different calls, and ``ProcessFailed`` on the others,
+        also if process 0 could not gather the values.
         """
         if self.count == 1:
             return [value]
         if self._id is None:
             self._id = self.join(what)
-        number, data = next(self._calls), json.dumps(value).encode()
-        key = f"deltackpt/{self._id}"
+        number, key = next(self._calls), f"deltackpt/{self._id}"
         each, result = f"{key}/{number}/each", f"{key}/{number}/all"
         if self.index > 0:
-            self.send(each, data)
+            self.send(each, json.dumps([what, value]).encode())
             try:
                 [(_, found)] = self.receive(result, [0], what, "arrive")
             except ProcessMissing as error:
                 self.send_failure(each, error)
                 raise
             return json.loads(found)
-        values = {0: data}
+        values = {0: value}
         try:
-            values |= self.receive(each, self.others, what, "arrive")
+            for process, message in self.receive(each, self.others, what, "arrive"):
+                other, values[process] = json.loads(message)
+                if other != what:
+                    raise Disagreement(
+                        f"{what}: expected the same call on every process, found on process "
+                        f"{process} {other}; make the same calls with the same options and "
+                        "arguments, in the same order, on every process"
+                    )
         except DeltackptError as error:
             self.send_failure(result, error)
             raise
         while _discarded:  # All processes have made the calls before this one.
             self.delete(_discarded.pop())
-        found = b"[" + b",".join(values[process] for process in range(self.count)) + b"]"
+        found = json.dumps([values[process] for process in range(self.count)]).encode()
         self.send(result, found)
         # All processes have received the result before.
         self.delete(f"{key}/{number - 1}")

@@ -96,7 +96,7 @@ class ProcessFailed(DeltackptError):
 
 
 class Disagreement(DeltackptError):
-    """Processes called ``save()`` with different states or arguments; nothing was committed."""
+    """Processes made different calls, or saved different states; nothing was committed."""
 
     leaves_doubt = True
 

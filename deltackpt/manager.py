@@ -42,7 +42,7 @@ from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved
 from deltackpt.policies import Decision
 from deltackpt.save import exits, pending_save
 from deltackpt.save.tracking_audit import TrackingVerifier
-from deltackpt.session.run import Run, check_arguments, refuse
+from deltackpt.session.run import Run, check_arguments, opening, refuse
 from deltackpt.session.save_call import Failure, SaveArguments
 from deltackpt.session.saving import Saver
 from deltackpt.state import placement
@@ -198,7 +198,7 @@ class CheckpointManager:
             self._recorder: recorder.Recorder | None = None
             self._watch: exits.Watch | None = None
             # Either all processes get a manager, or none does.
-            coordinator, what = self._run.coordinator, f"{self._root.given}: opening it"
+            coordinator, what = self._run.coordinator, opening(directory)
             with coordinator.together(what, fatal=True):
                 if options.wal is not None and not self._read_only:
                     self._recorder = self._run.wal = recorder.Recorder(self._run)
@@ -396,7 +396,7 @@ class CheckpointManager:
                 return self._verifier.verify(split, marks, pending_save.clocks_of(split, marks))
             except TrackingError:
                 reason = "verify_tracking found rows that are not marked"
-                self._run.lineage.distrust(reason)
+                self._run.suspect(reason)
                 self._run.wal.distrust(reason)
                 raise
 

@@ -129,10 +129,6 @@ class Logger(Worker):
                 return {"recovery": _plain(found)}
             assert time.monotonic() < deadline, f"expected {step}, found {found}"
 
-    def verify_tracking(self) -> None:
-        """Checks that every changed row is marked."""
-        self._manager.verify_tracking(self._state, touched=self._given())
-
     def points(self) -> dict[str, Any]:
         """Returns the steps of the full points."""
         return {"points": [point.step for point in self._manager.recovery_points()]}

@@ -50,6 +50,7 @@ from deltackpt.save import commit, exits, pending_save
 from deltackpt.session import step_reader
 from deltackpt.storage import batch, ocdbt, shard_writer, zarr_writer
 from deltackpt.storage.posix import DirectFile, DurableDir
+from deltackpt.tiers.staging import StagingDir
 
 #: Row counts divisible by 8 devices, and widths divisible by 4. Every table is large enough that
 #: each process writes a share of it, whatever the sharding.
@@ -225,7 +226,9 @@ class Place:
             lambda leaf, like: (
                 leaf
                 if isinstance(like, np.ndarray)
-                else jax.make_array_from_callback(leaf.shape, like.sharding, leaf.__getitem__)
+                else jax.make_array_from_callback(
+                    leaf.shape, like.sharding, leaf.__getitem__, dtype=leaf.dtype
+                )
             ),
             state,
             self.template(state),
@@ -309,7 +312,7 @@ class Worker:
                 answer: dict[str, Any] = {"answer": line["do"]}
                 try:
                     answer |= getattr(self, line.pop("do"))(**line) or {}
-                except Exception as error:
+                except (Exception, KeyboardInterrupt) as error:
                     traceback.print_exc()
                     answer["error"] = _told(error)
             answer["warnings"] = [str(warning.message) for warning in caught]
@@ -466,6 +469,10 @@ class Worker:
         decision = self._manager.next_save(self._state, touched=self._given())
         return dataclasses.asdict(decision)
 
+    def verify_tracking(self) -> None:
+        """Checks that every changed row is marked."""
+        self._manager.verify_tracking(self._state, touched=self._given())
+
     def save(self, **arguments: Any) -> dict[str, Any]:
         """Saves the state."""
         if self._notes:
@@ -589,13 +596,13 @@ class Worker:
 
         POINTS[at](reached)
 
-    def fault(self, at: str, number: int = 28) -> None:
-        """Raises one OSError at a point of a save or a restore."""
+    def fault(self, at: str, number: int | None = 28) -> None:
+        """Raises one OSError at a point of a save or a restore; None for a KeyboardInterrupt."""
         left = iter([True])
 
         def reached() -> None:
             if next(left, False):
-                raise OSError(number, os.strerror(number))
+                raise KeyboardInterrupt if number is None else OSError(number, os.strerror(number))
 
         POINTS[at](reached)
 
@@ -700,12 +707,15 @@ def _marked(marks: touched.TouchState, ids: dict[str, np.ndarray]) -> touched.To
 
         def stamp(index: Any, old: jax.Array = old, rows: np.ndarray = rows) -> np.ndarray:
             start, stop, _ = index[0].indices(len(old))
-            [shard, *_] = (s.data for s in old.addressable_shards if s.index == index)
-            new = np.array(shard)
+            shards = [s.data for s in old.addressable_shards if s.index == index]
+            # JAX may also ask a process without devices of the array.
+            new = np.array(shards[0]) if shards else np.zeros(stop - start, old.dtype)
             new[rows[(rows >= start) & (rows < stop)] - start] = clock
             return new
 
-        stamps[f"tables/{name}"] = jax.make_array_from_callback(old.shape, old.sharding, stamp)
+        stamps[f"tables/{name}"] = jax.make_array_from_callback(
+            old.shape, old.sharding, stamp, dtype=old.dtype
+        )
     return marks._replace(clock=jax.numpy.int32(clock), stamps=stamps)
 
 
@@ -814,6 +824,7 @@ POINTS: dict[str, Point] = {
     "the end of a start": _after(manager, "Saver"),
     "snapshot": _before(pending_save, "capture"),
     "listing steps": _before(Root, "steps"),
+    "writing orders": _before(StagingDir, "order"),
     "reading arrays": _before(StoredShard, "read_into"),
     "reading dense leaves": _before(step_reader.StepReader, "_read_dense"),
     "reading through Orbax": _before(orbax_dense, "from_folder"),

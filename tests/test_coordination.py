@@ -18,6 +18,7 @@ from deltackpt.coordination import Coordinator
 from deltackpt.errors import (
     BrokenChain,
     DamagedWal,
+    Disagreement,
     ProcessFailed,
     ProcessMissing,
     RestoreError,
@@ -66,12 +67,22 @@ def gathering(all: list[Coordinator]) -> list[Any]:
     return [lambda one=one: one.gather("asking", one.index) for one in all]
 
 
-@pytest.mark.parametrize("size", [0, 1, (64 << 10) - 3, 64 << 10, 300_000])
+@pytest.mark.parametrize("size", [0, 1, (64 << 10) - 15, 64 << 10, 300_000])
 def test_messages_of_any_size_reach_every_process(size):
     job = Job(3, LONG_SECS)
     values = [chr(ord("a") + one.index) * size for one in job.all]
     calls = [lambda one=one: one.gather("asking", values[one.index]) for one in job.all]
     assert each(calls) == [values] * 3
+
+
+def test_different_calls_are_refused_on_every_process():
+    job = Job(3, LONG_SECS)
+    calls = gathering(job.all)
+    calls[1] = lambda: job.all[1].gather("choosing", 1)
+    first, *others = each(calls)
+    assert type(first) is Disagreement and "on process 1 choosing" in str(first)
+    assert [type(error) for error in others] == [ProcessFailed] * 2
+    assert each(gathering(job.all)) == [[0, 1, 2]] * 3
 
 
 def test_calls_leave_nothing_behind_but_the_last_ones():

@@ -22,6 +22,7 @@ from deltackpt.format.records import FORMAT_VERSION
 from deltackpt.ledger.bucket_steps import BucketSteps
 from deltackpt.ledger.view import JournalView
 from deltackpt.reading import chains, inventory, reader, stored_saves
+from deltackpt.reading.wal_locations import newest_durable
 from deltackpt.storage.store import store_path
 
 PLAIN = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
@@ -135,6 +136,8 @@ def test_golden_wal_has_its_original_recovery_points(version):
         *((0, step, step not in make_golden.SOFT) for step in (15, 13, 12, 11)),
     ]
     assert [epoch.ends for epoch in wal.epochs] == [(), ()]
+    durable = [newest_durable(store_path(version / naming.LOG / f"{n}/0")).step for n in (0, 1)]
+    assert durable == [16, 20]
     stored = [
         record
         for number in (1, 0)

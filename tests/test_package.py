@@ -155,7 +155,6 @@ SMALL_MODULES = {
     "ledger/bucket_steps.py",
     "ledger/opening.py",
     # What the manager and the saver share.
-    "session/save_call.py",
     # A manager without a WAL imports nothing else of the WAL.
     "wal/ended.py",
     # `doctor` shows directories even if a dependency of the stores is missing.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import re
 import shutil
 import signal
@@ -348,12 +349,42 @@ def test_all_processes_agree_on_whether_the_restored_step_has_changed(server, tm
             job.all(change, **arguments)
             answer = job.one("save")
             assert answer["kind"] is None and "it was restored" in answer["reason"]
-        for process in (0, 1):
+        for process, what in itertools.product((0, 1), ("state", "metrics")):
             job.all("restore_latest", place=PLACE, like=1)
-            job.all("alter", process=process)
-            for answer in job.each("save"):
+            if what == "state":
+                job.all("alter", process=process)
+            for one in job.processes:
+                is_first = what == "metrics" and one.number == process
+                one.ask("save", metrics={"loss": 0.5} if is_first else None)
+            for answer in job.answers():
                 assert answer["error"]["type"] == "OptionError", answer
                 assert "expected a step above 1" in answer["error"]["text"]
+
+
+@pytest.mark.parametrize("tracking", ["touched", "auto"])
+def test_a_state_on_the_devices_of_one_process_is_saved_and_restored(server, tmp_path, tracking):
+    side = {"mesh": [2, 1]}
+    with running(server, tmp_path, side, steps=2, tracking=tracking) as job:
+        if tracking == "auto":
+            job.all("hide_marks")
+        saved(job, 2)
+        assert_each_restores(job, 2, side, like=2)
+        saved(job, 3)
+        assert saved(job, 4)[0]["kind"] == "delta"
+    assert_restores(server, tmp_path / "root", 4, PLACE, goes_on=False, processes=2)
+
+
+def test_rows_that_one_process_finds_unmarked_make_all_save_a_base(server, tmp_path):
+    with running(server, tmp_path, steps=1, tracking_audit=False) as job:
+        job.all("verify_tracking")
+        job.all("train", to=1, forget=[1])
+        first, second = job.each("verify_tracking")
+        assert "error" not in first and second["error"]["type"] == "TrackingError"
+        job.all("save")
+        for error in (answer["error"] for answer in job.each("wait")):
+            assert error["type"] == "TrackingFailed", error
+            assert "step 1: verify_tracking found" in error["text"]
+        assert saved(job, 2)[0]["kind"] == "base"
 
 
 def test_dense_leaves_are_restored_without_the_orbax_handler(server, tmp_path):

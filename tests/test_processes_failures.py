@@ -76,6 +76,15 @@ def test_a_full_disk_of_one_process_is_reported_by_the_other(job, tmp_path, proc
     assert_goes_on(job, 2)
 
 
+def test_processes_that_save_different_steps_report_both(job, tmp_path):
+    of_one(job, 1, "train", to=2)
+    job.all("save")
+    first, second = (root_cause(answer) for answer in job.each("wait"))
+    assert first["type"] == "Disagreement" and "process 1" in first["text"]
+    assert "it saves step 2" in first["text"] and first["text"] in second["text"]
+    assert_goes_on(job, 3)
+
+
 def test_a_commit_that_fails_reports_the_cause_on_both_processes(job, tmp_path):
     of_one(job, 0, "fault", at="commit: digests")
     job.all("save")
@@ -90,12 +99,15 @@ def test_a_commit_that_fails_reports_the_cause_on_both_processes(job, tmp_path):
     assert_goes_on(job, 2)
 
 
-def test_a_snapshot_that_fails_on_one_process_leaves_none_at_a_barrier(job, tmp_path):
-    of_one(job, 1, "fault", at="snapshot")
+@pytest.mark.parametrize("number", [28, None], ids=["full", "interrupted"])
+def test_a_snapshot_that_fails_on_one_process_leaves_none_at_a_barrier(job, tmp_path, number):
+    of_one(job, 1, "fault", at="snapshot", number=number)
     saves = job.each("save")
-    assert "error" not in saves[0] and "No space left" in saves[1]["error"]["text"]
+    shown = "KeyboardInterrupt" if number is None else "No space left"
+    error = saves[1]["error"]
+    assert "error" not in saves[0] and shown in f"{error['type']}: {error['text']}"
     waits = job.each("wait")
-    assert all("No space left" in answer["error"]["text"] for answer in waits)
+    assert all(shown in answer["error"]["text"] for answer in waits)
     assert not (tmp_path / "root" / "1").exists()
     assert_goes_on(job, 2)
 
@@ -207,11 +219,16 @@ def test_a_manager_that_one_process_cannot_create_fails_on_all_and_fences_none(
 def test_wrong_arguments_of_one_process_block_no_other(job, tmp_path, process):
     """Includes arguments that the manager refuses, and options that cannot be constructed."""
     right = {"root": str(tmp_path / "root"), "processes_secs": PEERS_SECS}
-    for wrong in {"event_handlers": [1]}, {"max_to_keep": -1}:
-        short = {} if "event_handlers" in wrong else {"processes_secs": 2.0}
+    for wrong in {"event_handlers": [1]}, {"max_to_keep": -1}, {"dense": "blocks"}:
+        short = {"processes_secs": 2.0} if "max_to_keep" in wrong else {}
         for one in job.processes:
             one.ask("open", **right | short | (wrong if one.number == process else {}))
         errors = [one.answer()["error"] for one in job.processes]
+        if "dense" in wrong:
+            for error in errors:
+                assert error["type"] == "Disagreement", error
+                assert "equal ManagerOptions.dense.deltas on every process" in error["text"]
+            continue
         assert errors[process]["type"] == "OptionError"
         if "event_handlers" in wrong:
             assert errors[1 - process]["type"] == "ProcessFailed"

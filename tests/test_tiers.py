@@ -42,7 +42,7 @@ from deltackpt.options import ManagerOptions, Tiers, Timeouts
 from deltackpt.storage import buckets
 from deltackpt.tiers import replicator, uploader
 from deltackpt.tiers.replication import ReplicationClient
-from deltackpt.tiers.staging import StagingDir
+from deltackpt.tiers.staging import Orders, StagingDir
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 ROWS = 500
@@ -616,6 +616,26 @@ def test_a_rollback_survives_a_restart(one):
     assert one.root() == [0, 1, 2]
     one.resumed(1, [0, 1])
     assert one.root() == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*later steps")
+def test_no_step_is_saved_before_the_rollback_is_ordered(one):
+    write = StagingDir.order
+
+    def refused(self: StagingDir, orders: Orders) -> None:
+        if orders.removals:
+            raise StorageError("no space left")
+        write(self, orders)
+
+    with one.manager() as manager:
+        one.saves(manager, 0, 1, 2)
+        one.restore(manager, 0)
+        with mock.patch.object(StagingDir, "order", refused):
+            for step in (1, 2):
+                with pytest.raises(StorageError, match="no space left"):
+                    one.save(manager, step)
+        one.saves(manager, 3)
+    assert one.root() == [0, 3]
 
 
 def test_retention_applies_to_the_root_and_staging_keeps_the_newest_chains(one, other):

@@ -335,6 +335,20 @@ def test_a_job_with_another_process_count_resumes_from_the_newest_step(nodes):
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_if_one_process_cannot_write_its_orders_no_process_starts_the_first_save(nodes, process):
+    with nodes.job() as job:
+        nodes.open(job)
+        job.all("start", place=PLACE)
+        job.processes[process].ask("fault", at="writing orders")
+        job.processes[process].answer()
+        errors = [answer["error"]["type"] for answer in job.each("save")]
+        assert (errors[process], errors[1 - process]) == ("OSError", "ProcessFailed")
+        assert saved(job, 1) == "base"
+        assert_restores(job, 1)
+        job.close()
+
+
 def test_a_damaged_staged_shard_is_reported_to_all_and_the_next_save_is_a_base(nodes):
     with nodes.job() as job:
         saves_that_wait(nodes, job)

@@ -372,7 +372,7 @@ def test_a_wal_that_survives_its_node_is_trimmed_by_the_remote_steps(
             assert same(other.held(), one.held())
         kept = len([*tmp_path.glob("wal/**/*.seg")])
         upload_all(one)
-        one.save(manager, 8)
+        one.saves(manager, 8)  # Trimming begins once it is committed.
         one.log(manager, 9)
         manager.recovery_points()  # Waits until trimming has ended.
         assert len([*tmp_path.glob("wal/**/*.seg")]) < kept

@@ -15,7 +15,7 @@ from job import MemoryService, coordinators
 
 from deltackpt import coordination
 from deltackpt.errors import ProcessMissing, StorageError
-from deltackpt.format.manifest import Layout
+from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.wal_format import EpochHeader
 from deltackpt.options import ManagerOptions, WalOptions
 from deltackpt.resources.runtime import Runtime, Task
@@ -288,8 +288,8 @@ def test_progress_through_a_service_that_does_not_answer_is_the_last_known():
     service, stopped = MemoryService(), threading.Event()
     head = cast(EpochHeader, SimpleNamespace(run="run", epoch=0))
     one, other = (CoordinatorProgress(each, head) for each in coordinators(service, 2, 0.2))
-    other.record(7, 70)
-    one.record(9, 90)
+    other.record([SaveId("run", 70, 7)])
+    one.record([SaveId("run", 90, 9)])
     assert min(one.of_each(fresh=True)) == 7
 
     def wait(_: str) -> list[tuple[str, bytes]]:

@@ -249,9 +249,15 @@ def test_a_stopped_process_0_is_named_by_the_call_that_needs_its_answer(two, roo
 
 
 def test_a_failed_batch_of_one_process_voids_its_point_but_not_the_next(job, root):
+    job.all("wait_recovery", step=2)
     of_one(job, 1, "refuse_writes", times=1)
     job.all("run_on", to=3)
     of_one(job, 1, "wait_failed")
+    of_one(job, 1, "run_on", to=4)
+    of_one(job, 1, "wait_appended")
+    # Process 1 has no record of step 3, although it has a later one.
+    assert of_one(job, 0, "wait_appended")["recovery"] == [2, True]
+    assert_reads_alone(root, 2)
     logged(job, 5)
     [event] = job.all("told")[1]["events"]
     assert (event["operation"], event["step"]) == ("append", 3)
@@ -297,6 +303,23 @@ def test_append_failed_is_raised_by_one_process_and_the_others_continue(two, roo
     assert found[0]["kind"] == "full"
     assert found[1]["error"]["type"] == "AppendFailed"
     assert_goes_on(two, root, 4, [4, 1])
+
+
+def test_a_process_that_first_notices_a_disagreement_does_not_save_alone(two, root):
+    two.all("open", root=str(root), log={})
+    two.all("start", place=TRAINED)
+    of_one(two, 1, "train", to=1)
+    of_one(two, 1, "arm", at="waiting for the commit", action="hold")
+    assert {one["saved"] for one in two.all("log")} == {"base"}
+    two.ask("wait", of=[0])
+    assert two.answers(of=[0])[0]["error"]["type"] == "TrackingFailed"
+    two.all("train", to=2)
+    assert [one["saved"] for one in two.all("log")] == [None, None]
+    two.release()
+    two.each("run_until_saved", at_most=FAR)
+    two.each("wait")
+    [step] = two.one("steps")["steps"]
+    assert_goes_on(two, root, step + 2, [step + 2, step + 1])
 
 
 @pytest.mark.parametrize(("process", "at"), [(1, "snapshot"), (0, "commit: digests")])

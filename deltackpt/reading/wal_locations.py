@@ -19,20 +19,27 @@ if TYPE_CHECKING:
     from deltackpt.reading.wal_topics import WalTopics
 
 NAME = "progress"
-_RECORD = struct.Struct("<QQ")
+_RECORD = struct.Struct("<QQQ")
+#: As written before ``since`` was added.
+_WITHOUT_SINCE = struct.Struct("<QQ")
 NBYTES = _RECORD.size
 
 
 class DurableRecord(NamedTuple):
-    """The newest durable record: the number of its ``append()`` call, 0 for none, and its step."""
+    """The newest durable record: the number of its ``append()`` call, 0 for none, and its step.
+
+    The process has a record of each call from ``since`` on, but may lack some of earlier calls.
+    """
 
     number: int
     step: int
+    since: int = 0
 
     @classmethod
     def from_bytes(cls, data: bytes) -> DurableRecord:
         """Decodes the contents of the file; raises ``struct.error`` if they are not whole."""
-        return cls(*_RECORD.unpack(data))
+        layout = _WITHOUT_SINCE if len(data) == _WITHOUT_SINCE.size else _RECORD
+        return cls(*layout.unpack(data))
 
     def to_bytes(self) -> bytes:
         """Returns the contents of the file."""

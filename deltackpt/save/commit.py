@@ -101,7 +101,7 @@ class StepWriters:
         """
         if self.count > 1:
             self._reported.add(phase)
-            packed: Any = msgpack.packb(records)
+            packed: Any = msgpack.packb((self.temporary.name, records))
             self.coordinator.send(f"{self.prefix}/{phase}", packed)
 
     @contextlib.contextmanager
@@ -130,11 +130,18 @@ class StepWriters:
 
         Returns the names of these files, by posix path below the step.
         """
-        step = f"step {re.split('[^0-9]', self.temporary.name)[0]}"
+        step = f"step {_step_of(self.temporary.name)}"
         topic, senders = f"{self.prefix}/{phase}", [0] if self.process else self.reporters
         received: dict[str, bytes | None] = {}
-        for _, packed in self.coordinator.receive(topic, senders, step, _DEEDS[phase]):
-            received |= msgpack.unpackb(packed)
+        for process, packed in self.coordinator.receive(topic, senders, step, _DEEDS[phase]):
+            temporary, records = msgpack.unpackb(packed)
+            if temporary != self.temporary.name:
+                raise Disagreement(
+                    f"{step}: expected process {process} to save the same step, found that it "
+                    f"saves step {_step_of(temporary)}; call save() at the same steps on every "
+                    "process, and restart the job if one has skipped a call"
+                )
+            received |= records
         for name, data in received.items():
             if data is not None:
                 root = DurableDir(self.temporary.parent, fsync=self.fsync)
@@ -160,6 +167,10 @@ class StepWriters:
             owned.append(found.owned_cells)
         _check_owned(own, owned)
         return tuple(shards)
+
+
+def _step_of(temporary: str) -> str:
+    return re.split("[^0-9]", temporary)[0]
 
 
 def _check_agreed(own: Manifest, other: Manifest) -> None:

@@ -168,7 +168,8 @@ class Lineage:
 
     def suspect(self, found: str) -> None:
         """Makes this process's shard of the next delta fail, so that all processes save a base."""
-        self.suspected = found
+        with self._lock:
+            self.suspected, self._distrusted_at = found, self._begun
 
     @property
     def distrusted(self) -> str | None:
@@ -377,7 +378,7 @@ class Lineage:
             return None
         self._branch.advance(head, compacted=self._compacted)
         if known.info.kind == "base" and known.number > self._distrusted_at:
-            self._distrusted = self._lost = None
+            self._distrusted = self._lost = self.suspected = None
         return known
 
     def _decide(

@@ -108,7 +108,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         layout=split.layout,
         force_base=embeddings.force_base,
     )
-    faults, shared_stamps = None, {}
+    faults, shared_stamps = lineage.suspected if intent.kind == "delta" else None, {}
     try:
         sources = Sources(split.layout, split.fields, stamps, runtime)
         if since := intent.since or intent.recent:
@@ -116,7 +116,6 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         if embeddings.tracking_audit and marks and embeddings.lineage is not None:
             found, sample = tracking_audit.audit(sources, intent)
             lineage.record_sample(intent.save_id, sample)
-            faults = lineage.suspected
             if found:
                 faults = tracking_audit.text(found, "in the parent")
         if intent.kind == "delta" and coordination.process_count() > 1:

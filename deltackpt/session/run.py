@@ -9,14 +9,20 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import jax.numpy as jnp
 
 from deltackpt import coordination, events, units
 from deltackpt.coordination import Coordinator
-from deltackpt.errors import DeltackptError, OptionError, ProcessMissing, StorageError
+from deltackpt.errors import (
+    DeltackptError,
+    Disagreement,
+    OptionError,
+    ProcessMissing,
+    StorageError,
+)
 from deltackpt.format.manifest import Layout, SaveId, TrackingName
 from deltackpt.handlers.items import Handlers
 from deltackpt.ledger.directory import Root
@@ -259,6 +265,34 @@ def _require_shared_log(options: WalOptions | None) -> None:
         )
 
 
+def _shared_options(options: ManagerOptions) -> dict[str, str]:
+    """Returns the options that decide which calls and files the processes make together."""
+    wal = options.wal
+    return {
+        "access": options.access,
+        "deltas.bases": options.deltas.bases,
+        "deltas.tracking": options.deltas.tracking,
+        "dense.deltas": options.dense.deltas,
+        "save_decision_policy": type(options.save_decision_policy).__name__,
+        "save_interval_steps": str(options.save_interval_steps),
+        "tiers.shared": str((options.tiers or Tiers()).shared),
+        "wal.backend": type(wal and wal.backend).__name__,
+        "writes.durability": options.writes.durability,
+        "writes.when_busy": options.writes.when_busy,
+    }
+
+
+def _require_equal(every: Sequence[Mapping[str, str]], what: str) -> None:
+    for process, found in enumerate(every):
+        for name, value in found.items():
+            if value != (expected := every[0][name]):
+                raise Disagreement(
+                    f"{what}: expected equal ManagerOptions.{name} on every process, found "
+                    f"{expected!r} on process 0 and {value!r} on process {process}; pass the same "
+                    "options on every process"
+                )
+
+
 def _topic(options: ManagerOptions, processes: int) -> Topic | None:
     """Returns the topic of the WAL, after checking that it can be written to."""
     if options.wal is None or not isinstance(backend := options.wal.backend, KafkaWal):
@@ -284,7 +318,8 @@ def _coordinator(directory: str | os.PathLike[str], options: ManagerOptions) -> 
     return Coordinator(os.fspath(directory), options.timeouts.processes_secs, alone=options.alone)
 
 
-def _opening(directory: str | os.PathLike[str]) -> str:
+def opening(directory: str | os.PathLike[str]) -> str:
+    """Returns the operation of a manager's constructor, the same on every process."""
     return f"{os.fspath(directory)}: opening it"
 
 
@@ -314,7 +349,7 @@ def refuse(
 ) -> NoReturn:
     """Raises an error of a manager's arguments; the other processes report it without waiting."""
     with contextlib.suppress(ProcessMissing, StorageError):
-        with _coordinator(directory, options).together(_opening(directory), fatal=True):
+        with _coordinator(directory, options).together(opening(directory), fatal=True):
             raise error
     raise error
 
@@ -350,7 +385,7 @@ class Run:
         self.restored_state: tuple[object, RestoredState] | None = None
         self.is_emitting = False  # whether event handlers are being called
         self.wal = WalHooks()
-        self.coordinator, what = _coordinator(directory, options), _opening(directory)
+        self.coordinator, what = _coordinator(directory, options), opening(directory)
         has_blocks = options.dense.deltas == "blocks"
         with self.coordinator.together(what, fatal=True):
             count, threads = self.coordinator.count, options.background.threads or _THREADS
@@ -371,6 +406,7 @@ class Run:
                 _require_shared_log(options.wal)
             self.topic = _topic(options, count)  # of a WAL in Kafka
             take_over()
+        _require_equal(self.coordinator.gather(what, _shared_options(options)), what)
         opened: list[Steps | ReplicationClient] = []
 
         def first() -> int | None:
@@ -446,9 +482,11 @@ class Run:
             self.root.check_lease()
 
     def start_replication(self) -> None:
-        """Records for the tiers, before a run's first save or WAL, what it resumes from; once."""
-        if self.replication is not None:
-            self.replication.start_run(self.lineage.newest_committed, self.lineage.run)
+        """Records for the tiers, before a run's first save or WAL, what it resumes from."""
+        if (replication := self.replication) is not None:
+            # A process that failed here alone would be one save behind the others.
+            with self.coordinator.together("recording what the run resumes from", fatal=True):
+                replication.start_run(self.lineage.newest_committed, self.lineage.run)
 
     @property
     def fsync(self) -> bool:
@@ -508,6 +546,13 @@ class Run:
         if self.tracking.has_replaced:
             self.lineage.distrust(HASHED)
 
+    def suspect(self, found: str) -> None:
+        """Makes the next save a base; with several processes, once a delta of all has failed."""
+        if self.coordinator.count == 1:
+            self.lineage.distrust(found)
+        else:
+            self.lineage.suspect(found)
+
     @property
     def position(self) -> tuple[object, ...]:
         """Returns what training continues from."""
@@ -517,11 +562,16 @@ class Run:
         """Returns the clocks of the TouchStates of a state."""
         return pending_save.clocks_of(split, pending_save.marks_of(split, touched))
 
-    def is_restored(self, split: Split, touched: TouchState | None) -> bool:
-        """Returns whether a state and its TouchState are the restored ones, on every process."""
+    def is_restored(
+        self, split: Split, touched: TouchState | None, *, differs: bool = False
+    ) -> bool:
+        """Returns whether a state and its TouchState are the restored ones, on every process.
+
+        ``differs`` if something else was not restored.
+        """
         if self.restored_state is None or self.restored_state[0] != self.position:
             return False  # Training keeps a state that it had before the last restore.
-        marked, hashed = self.lineage.distrusted is not None, False
+        marked, hashed = differs or self.lineage.distrusted is not None, False
         if self.tracking.tracker is not None:
             stamps = () if touched is None else touched.stamps.values()
             # A row that changed may have changed back.

@@ -174,10 +174,10 @@ class Saver:
             reason = "it was restored, and nothing has changed since"
             return Saved.skipped(step, reason, started)
         run.check_above(step)
-        # Before any file of the run is staged: a restart reads there what the run resumed from.
-        run.start_replication()
         # Before roll_back(): only later steps keep points of an old epoch from being restored.
         if run.wal.begun != run.lineage.run:
+            # Before any file of the run is staged: a restart reads there what the run resumed from.
+            run.start_replication()
             run.wal.start_epoch(split)
         run.roll_back(step)
         run.end_hashing()
@@ -194,10 +194,12 @@ class Saver:
                 raise  # An interrupt: the save is written nevertheless.
             self._drop(items)
             self._leftovers.append(writers.temporary)
-            if run.coordinator.count > 1 and isinstance(error, Exception):
+            if run.coordinator.count > 1:
                 # The others begin it nevertheless, and get the error.
                 run.lineage.count_attempts(attempt)
-                refused = RefusedSave(error)
+                if not isinstance(cause := error, Exception):
+                    cause = SaveFailed(f"save() was interrupted: {error!r}")
+                refused = RefusedSave(cause)
                 self._hand_over(step, writers, {run.item: refused}, refused, arguments, started)
                 run.wal.refused(split)
             raise
@@ -222,15 +224,14 @@ class Saver:
     def _is_restored(self, step: int, split: Split, arguments: SaveArguments) -> bool:
         """Returns whether the state is the restored one, unchanged, so that no save is needed."""
         run, point = self._run, self._run.lineage.forked_from
-        if arguments.force_base or arguments.items or arguments.metrics or arguments.ids:
-            return False
-        if arguments.custom_metadata or not run.lineage.parent_has(split.layout):
-            return False
         if run.restored is None or step != (run.restored if point is None else point.save_id.step):
             return False
         if run.newest is not None and run.newest > step:
             return False  # Training went back: without a save a restart would find the later steps.
-        return run.is_restored(split, run.tracking.touch_state(split, arguments.touched))
+        # Other processes may have other arguments, such as metrics.
+        differs = not run.lineage.parent_has(split.layout) or arguments.save_unchanged
+        touched = run.tracking.touch_state(split, arguments.touched)
+        return run.is_restored(split, touched, differs=differs)
 
     def _capture_tables(self, step: int, split: Split, arguments: SaveArguments) -> PendingSave:
         run = self._run

@@ -115,6 +115,11 @@ def sharding_of(leaf: object) -> Sharding | None:
     return getattr(leaf, "sharding", None)
 
 
+def process_span(sharding: Sharding) -> int:
+    """Returns the number of processes with devices of a sharding; the same on every process."""
+    return len({*map(coordination.process_of, sharding.device_set)})
+
+
 def on_host(array: object) -> bool:
     """Returns whether an array is in host memory, even if devices cannot compute there."""
     if not isinstance(array, jax.Array):
@@ -339,7 +344,7 @@ def owned_boxes(leaf: Leaf, stamps: object = None, *, turn: int = 0) -> Iterator
     here = coordination.process_index()
     if not isinstance(leaf, jax.Array):
         # Stamps on one process may be its own array, as those of a numpy table are.
-        if known is not None and len({*map(coordination.process_of, known.device_set)}) == 1:
+        if known is not None and process_span(known) == 1:
             known = None
         spans, everyone = list[Span](), range(coordination.process_count())
         for rows, knowing in _known(known, leaf.shape[0], (0, leaf.shape[0])):

@@ -251,13 +251,18 @@ class ReplicationClient:
         if self._is_reader:
             return
         with self._ordering:
-            if not self._is_written:
-                self._order()
+            self._write_orders()
             if not self.orders.began:
                 self._order(began=True, resumed_from=resumed_from)
             if self.orders.lineage(run) is None:
                 self._order(lineages=self._lineages(resumed_from, run))
                 self.start()
+
+    def _write_orders(self) -> None:
+        """Writes the orders again if that has failed."""
+        with self._ordering:
+            if not self._is_written:
+                self._order()
 
     def _lineages(self, resumed_from: SaveId | None, run: str) -> tuple[RunLineage, ...]:
         """Returns the lineages of the local runs and of a new run."""
@@ -278,6 +283,7 @@ class ReplicationClient:
         if self._is_reader:
             return []
         with self._ordering:
+            self._write_orders()
             later = {
                 number: info.save_id for number, info in self.steps.known().items() if number > step
             }
@@ -460,7 +466,7 @@ class ReplicationClient:
         return progress
 
     def oldest_needed(self) -> SaveId | None:
-        """Returns the remote save onto which a WAL that survives the node is replayed, or None."""
+        """Returns the uploaded save onto which a new node may replay the WAL, if reported."""
         self.read_progress()
         return oldest_needed(self.journal.known)
 
@@ -601,6 +607,8 @@ class ReplicationClient:
         Raises StorageError if the extents fail or stay full.
         """
         self._is_unconfirmed = True
+        with contextlib.suppress(FencedError, StorageError):  # The next save retries.
+            self._write_orders()
         self.start()
         self.process.wake()
         self._find_peers()

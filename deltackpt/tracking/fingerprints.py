@@ -219,7 +219,8 @@ class RowTracker:
         rows = sum(one.shape[0] for one in stamps)
         if self._is_new or not rows:
             return None
-        if coordination.process_count() > 1 and any(one.is_fully_addressable for one in stamps):
+        count = coordination.process_count()
+        if any(placement.process_span(one.sharding) < count for one in stamps):
             return None  # Each process sees only its own rows of a stacked table.
         clock = int(self._touched.clock)
         # One by one: the tables may be on different devices.

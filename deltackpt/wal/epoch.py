@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +68,8 @@ class OpenEpoch:
         self._base: SaveId | None = None
         self._lock = threading.Lock()
         self._durable: collections.deque[RecoveryPoint] = collections.deque(maxlen=_KEPT)
+        #: The newest point that ``newest_point`` has returned.
+        self._known: RecoveryPoint | None = None
         if no_shared_fs and head.directory is None:
             self.progress: WalProgress = CoordinatorProgress(run.coordinator, head)
         else:
@@ -110,6 +112,11 @@ class OpenEpoch:
         )
 
     @property
+    def survives_node(self) -> bool:
+        """Returns whether the records are not in the staging directory."""
+        return self.head.directory is not None or self.head.topic is not None
+
+    @property
     def is_removed(self) -> bool:
         """Returns whether its records or its header are missing although the root exists."""
         with contextlib.suppress(DeltackptError):
@@ -130,9 +137,15 @@ class OpenEpoch:
 
     def newest_point(self, *, fresh: bool) -> RecoveryPoint | None:
         """Returns the newest full point that all processes have; ``fresh`` reads progress now."""
-        number = min(self.progress.of_each(fresh=fresh))
+        number, since = min(self.progress.of_each(fresh=fresh)), self.progress.others_since
         with self._lock:
-            return next((p for p in reversed(self._durable) if p.save_id.attempt <= number), None)
+            below = (one for one in reversed(self._durable) if one.save_id.attempt <= number)
+            found = next(below, None)
+        if found is not None and found.save_id.attempt >= since:
+            self._known = found
+        # Another process may lack a record of the call, and have one of a later call.
+        known = self._known
+        return known if known is not None and known.save_id.attempt <= number else None
 
     def note_base(self, base: SaveId) -> None:
         """Stores that the save that records continue from was committed, so its loss is damage."""
@@ -180,7 +193,7 @@ class OpenEpoch:
                 for one in records
                 if one.full
             )
-        self.progress.record(records[-1].save_id.attempt, records[-1].save_id.step)
+        self.progress.record([one.save_id for one in records])
 
 
 def local_directory(run: Run) -> str | None:
@@ -272,21 +285,31 @@ class WalProgress(abc.ABC):
     def __init__(self, process: int, count: int):
         self.process = process
         self.count = count
-        self._own = 0
-        #: Number of each process's newest record, as last read.
-        self._read, self._read_at = [0] * count, 0.0
+        self._own = DurableRecord(0, 0)
+        #: The newest record of the other processes, as last read.
+        self._read: Mapping[int, DurableRecord] = {}
+        self._read_at = 0.0
 
-    def record(self, number: int, step: int) -> None:
-        """Stores this process's newest durable record: the ``append()`` call and the step."""
-        self._own = number
-        self._store(DurableRecord(number, step).to_bytes())
+    def record(self, saves: Sequence[SaveId]) -> None:
+        """Stores this process's newest durable records, oldest first."""
+        own = self._own
+        for one in saves:
+            since = own.since if one.attempt == own.number + 1 else one.attempt
+            own = DurableRecord(one.attempt, one.step, since)
+        self._own = own
+        self._store(own.to_bytes())
+
+    def reset(self) -> None:
+        """Stores that this process has no record."""
+        self._own = DurableRecord(0, 0)
+        self._store(self._own.to_bytes())
 
     @abc.abstractmethod
     def _store(self, record: bytes) -> None:
         """Makes this process's progress visible to the others; never raises."""
 
     @abc.abstractmethod
-    def _others(self, *, fresh: bool) -> dict[int, int]:
+    def _others(self, *, fresh: bool) -> dict[int, DurableRecord]:
         """Returns the newest records of the other processes; never raises."""
 
     @abc.abstractmethod
@@ -300,12 +323,16 @@ class WalProgress(abc.ABC):
         """
         now = time.monotonic()
         if self.count > 1 and (fresh or now - self._read_at >= _READ_SECS):
-            others = self._others(fresh=fresh)
-            self._read = [others.get(number, 0) for number in range(self.count)]
-            self._read_at = now
-        found = [*self._read]
-        found[self.process] = self._own
-        return found
+            self._read, self._read_at = self._others(fresh=fresh), now
+        found = {process: one.number for process, one in self._read.items()}
+        found[self.process] = self._own.number
+        return [found.get(process, 0) for process in range(self.count)]
+
+    @property
+    def others_since(self) -> int:
+        """Returns the call from which on no other process lacks a record, as last read."""
+        others = self._read.items()
+        return max((one.since for process, one in others if process != self.process), default=0)
 
 
 class CoordinatorProgress(WalProgress):
@@ -315,15 +342,15 @@ class CoordinatorProgress(WalProgress):
         super().__init__(coordinator.index, coordinator.count)
         self._coordinator = coordinator
         self._key = f"{wal_key(head)}/progress/"
-        #: Of the other processes, as last found.
-        self._found: dict[int, int] = {}
+        #: Of the processes, as last found.
+        self._found: dict[int, DurableRecord] = {}
         self._finding: threading.Thread | None = None
 
     def _store(self, record: bytes) -> None:
         with contextlib.suppress(StorageError):
             self._coordinator.replace(f"{self._key}{self.process}", record)
 
-    def _others(self, *, fresh: bool) -> dict[int, int]:
+    def _others(self, *, fresh: bool) -> dict[int, DurableRecord]:
         if fresh or self._finding is None or not self._finding.is_alive():
             # ``append()`` must not wait if process 0, which runs the service, has stopped.
             self._finding = threading.Thread(target=self._find, name="deltackpt-wal", daemon=True)
@@ -336,7 +363,7 @@ class CoordinatorProgress(WalProgress):
         with contextlib.suppress(StorageError):
             found = self._coordinator.folder(self._key)
             self._found = {
-                int(number): DurableRecord.from_bytes(data).number for number, data in found.items()
+                int(number): DurableRecord.from_bytes(data) for number, data in found.items()
             }
 
     def close(self) -> None:
@@ -369,9 +396,9 @@ class FileProgress(WalProgress):
                 os.close(self._file)
             self._file = None
 
-    def _others(self, *, fresh: bool) -> dict[int, int]:
+    def _others(self, *, fresh: bool) -> dict[int, DurableRecord]:
         at, others = store_path(self._epoch_dir), {*range(self.count)} - {self.process}
-        return {number: newest_durable(at / str(number)).number for number in others}
+        return {number: newest_durable(at / str(number)) for number in others}
 
 
 class LagWatch:

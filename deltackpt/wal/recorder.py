@@ -667,10 +667,7 @@ class Recorder(WalHooks):
         """Invalidates the points of this run, and makes the next save of all processes a base."""
         events.warn(f"the WAL is invalid, and the next step is saved as a base: {found}")
         self._given_rows.forget()
-        if self._run.coordinator.count == 1:
-            self._run.lineage.distrust(found)
-        else:
-            self._run.lineage.suspect(found)
+        self._run.suspect(found)
         self.distrust(found)
 
     def distrust(self, reason: str) -> None:
@@ -690,9 +687,12 @@ class Recorder(WalHooks):
         self._chain, self._voiding, self._needs_root = None, True, True
         self._audit.start(None)
         if self._run.coordinator.count > 1:
-            # Records of the others make no point without ours.
+            # Records of the others make no point without ours. They may notice it later, and save
+            # only at the call that all agree on.
             self._ended = reason
             self._save_requests.request_save(reason, restarts_wal=True)
+            if self._layout is not None:
+                self._save_requests.refused(self._layout, reason)
         else:
             self._begun = False
         try:
@@ -745,7 +745,7 @@ class Recorder(WalHooks):
             self._write_end()
         # Stamps and ids no longer identify the touched rows, so pending rows are meaningless.
         epoch.close()
-        epoch.progress.record(0, 0)  # The other processes must not count its records either.
+        epoch.progress.reset()  # The other processes must not count its records either.
         epoch.progress.close()
         self._pending_rows = NamedRows()
         self._epoch, self._voiding = None, False
@@ -781,22 +781,19 @@ class Recorder(WalHooks):
             return
         self._committed.append(newest)
         busy = self._trimming is not None and not self._trimming.done()
-        if self._epoch is None or busy:
+        if len(self._committed) < 2 or self._epoch is None or busy:
             return
-        if (oldest := self._oldest_needed()) is not None:
-            self._trimming = self._runtime.start(_truncate, self._epoch, oldest)
-
-    def _oldest_needed(self) -> SaveId | None:
-        """Returns the oldest save onto which a restore may have to replay; None if unknown."""
-        run, replication = self._run, self._run.replication
-        if replication is not None and (run.topic is not None or local_directory(run) is not None):
-            # Records that survive the node are replayed onto what it has uploaded.
-            return replication.oldest_needed()
-        return self._committed[0] if len(self._committed) == 2 else None
+        self._trimming = self._runtime.start(_truncate, self._run, self._epoch, self._committed[0])
 
 
-def _truncate(epoch: OpenEpoch, oldest: SaveId) -> None:
+def _truncate(run: Run, epoch: OpenEpoch, oldest: SaveId) -> None:
     try:
+        if epoch.survives_node and (replication := run.replication) is not None:
+            # If this node is lost, a restore replays the records onto a step that was uploaded.
+            uploaded = replication.oldest_needed()
+            if uploaded is None or uploaded.run != oldest.run:
+                return
+            oldest = min(oldest, uploaded, key=lambda one: one.step)
         epoch.truncate(oldest)
     except Exception as error:  # No caller awaits the outcome.
         text = str(error) if isinstance(error, StorageError) else repr(error)
