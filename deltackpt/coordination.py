@@ -264,14 +264,19 @@ class Coordinator:
 
     def send_failure(self, topic: str, error: BaseException) -> None:
         """Sends an error in place of this process's message; never raises."""
-        note = {
-            "error": f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS],
-            "missing": error.processes if isinstance(error, ProcessMissing) else None,
-            "doubt": isinstance(error, DeltackptError) and error.leaves_doubt,
-        }
         # If it cannot be sent, the others miss this process.
         with contextlib.suppress(StorageError):
-            self._send(topic, _FAILED + json.dumps(note).encode())
+            self._send(topic, self._failure(error))
+
+    def decide(self, key: str, what: str) -> None:
+        """Decides to do ``what``, unless a process prevented it before: raises its failure."""
+        self._checked(self.put_first(key, _DONE), what)
+
+    def prevent(self, key: str, error: BaseException) -> bool:
+        """Prevents a later ``decide`` of the key; returns False if it may be too late for that."""
+        with contextlib.suppress(StorageError):
+            return self.put_first(key, self._failure(error)).startswith(_FAILED)
+        return False
 
     def receive(
         self, topic: str, senders: Iterable[int], what: str, deed: str
@@ -479,11 +484,25 @@ class Coordinator:
         if len(message) == _PIECE_BYTES:
             rest = sorted(self.folder(f"{topic}.rest/{process}/").items())
             message = b"".join([message, *(piece for _, piece in rest)])
+        return self._checked(message, what)
+
+    def _failure(self, error: BaseException) -> bytes:
+        """Returns the message that reports an error."""
+        note = {
+            "process": self.index,
+            "error": f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS],
+            "missing": error.processes if isinstance(error, ProcessMissing) else None,
+            "doubt": isinstance(error, DeltackptError) and error.leaves_doubt,
+        }
+        return _FAILED + json.dumps(note).encode()
+
+    def _checked(self, message: bytes, what: str) -> bytes:
+        """Returns the content of a whole message; raises the failure that it reports."""
         if message.startswith(_DONE):
             return message[len(_DONE) :]
         note = json.loads(message[len(_FAILED) :])
         text = (
-            f"{what}: expected it on every process, found that process {process} failed: "
+            f"{what}: expected it on every process, found that process {note['process']} failed: "
             f"{note['error']}"
         )
         if note["missing"] is None:

@@ -592,7 +592,9 @@ class Worker:
             if action == "hold":
                 _await(Path(self._task["release"]))
             else:
-                os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+                # Sent to this thread, which would run on until another one received the signal.
+                number = signal.SIGKILL if action == "kill" else signal.SIGSTOP
+                signal.pthread_kill(threading.get_ident(), number)
 
         POINTS[at](reached)
 

@@ -681,28 +681,56 @@ def test_jax_aborts_the_survivors_if_process_0_dies_with_the_coordinator(server,
     assert_restores(server, root, None, {"mesh": [1, 2]}, processes=1, devices=2)
 
 
-@pytest.mark.parametrize("stalled", [0, 1])
-def test_a_stalled_process_is_named_and_cannot_commit_after_it_resumes(server, tmp_path, stalled):
-    root, other = tmp_path / "root", 1 - stalled
+def stall_in_a_save(job: Job, root: Path, stalled: int, at: str) -> Answer:
+    """Stops a process in the save of step 1 until the other misses it; returns its own answer."""
+    started(job, root, PLACE)
+    saved(job, 0)
+    job.all("train", to=1)
+    process, other = job.processes[stalled], job.processes[1 - stalled]
+    process.ask("arm", at=at, action="stop")
+    process.answer()
+    job.all("limit", processes_secs=PEERS_SECS)
+    job.ask("save")
+    job.ask("wait")
+    process.wait_reached(at)
+    assert "error" not in other.answer()
+    assert_misses(other.answer(), stalled)
+    process.kill(signal.SIGCONT)
+    assert "error" not in process.answer()
+    return process.answer()
+
+
+@pytest.mark.parametrize(
+    ("stalled", "at"),
+    [(0, "during its shard"), (0, "commit: after the digests"), (1, "during its shard")],
+)
+def test_a_stalled_process_is_named_and_cannot_commit_after_it_resumes(
+    server, tmp_path, stalled, at
+):
+    root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
-        started(job, root, PLACE)
-        saved(job, 0)
-        job.all("train", to=1)
-        process = job.processes[stalled]
-        process.ask("arm", at="during its shard", action="stop")
-        process.answer()
-        job.all("limit", processes_secs=PEERS_SECS)
-        job.ask("save")
-        job.ask("wait")
-        process.wait_reached("during its shard")
-        assert "error" not in job.processes[other].answer()
-        assert_misses(job.processes[other].answer(), stalled)
-        process.kill(signal.SIGCONT)
-        assert "error" not in process.answer()
-        answer = process.answer()
-        # It finds the failure that the other noted, or the other misses it at the commit.
-        assert answer["error"]["type"] in ("ProcessMissing", "ProcessFailed", "SaveFailed"), answer
+        answer = stall_in_a_save(job, root, stalled, at)
+        # It finds the failure that the other reported.
+        assert answer["error"]["cause"]["type"] == "ProcessMissing", answer
         assert step_numbers(root) == [0]
+    assert_restores(server, root, None, {"mesh": [2, 1]}, processes=1, devices=2)
+
+
+def test_a_process_stalled_after_it_decided_to_commit_does_so_when_it_resumes(server, tmp_path):
+    root = tmp_path / "root"
+    with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
+        assert "error" not in stall_in_a_save(job, root, 0, "commit: before the rename")
+        assert step_numbers(root) == [0, 1]
+        job.all("limit", processes_secs=HANG_SECS)
+        # The next deltas have different parents.
+        job.all("train", to=2)
+        job.all("save")
+        first, second = (answer["error"]["cause"] for answer in job.each("wait"))
+        assert first["type"] == "Disagreement" and "on parent" in first["text"]
+        assert second["type"] == "ProcessFailed"
+        assert_each_restores(job, 1)
+        assert saved(job, 3)[0]["kind"] == "base"
+        assert step_numbers(root) == [0, 1, 3]
     assert_restores(server, root, None, {"mesh": [2, 1]}, processes=1, devices=2)
 
 

@@ -172,6 +172,17 @@ def test_a_process_that_fails_after_it_reported_prevents_the_commit(job):
         job.at(0).wait("written")
 
 
+def test_either_process_0_decides_to_commit_or_a_process_gives_up(job):
+    job.at(1).give_up(ProcessMissing("it waited for process 0", (0,)))
+    assert job.at(2).give_up(OutOfSpace("no room"))
+    with pytest.raises(ProcessMissing, match="process 1 failed: .* it waited for process 0"):
+        job.at(0).decide()
+    job.at(0, key="run-2").decide()
+    assert not job.at(1, key="run-2").give_up(OutOfSpace("no room"))
+    job.service.refuses = True
+    assert not job.at(1, key="run-3").give_up(OutOfSpace("no room"))
+
+
 def test_wrong_touched_rows_of_one_process_leave_doubt_on_all(job):
     job.at(1).fail(TrackingError("rows were not marked"))
     with pytest.raises(ProcessFailed) as caught:

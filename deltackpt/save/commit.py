@@ -7,7 +7,9 @@ it reports that they are written. A step that was interrupted before the rename 
 Each process writes its shard, the other items and the digests of their files, and reports to
 process 0. That reads the manifests, checks that all describe the same save, writes its own with an
 index of all shards, commits, and reports that to all. A process that fails reports its error
-instead, which prevents the commit.
+instead, which prevents the commit. So does one that gives up waiting for the commit, unless process
+0 has decided on it: the first of the two to store a value under one key wins. After that decision
+nothing remains but the rename.
 
 If the processes do not share a file system, each writes to a directory on its own node. With its
 reports, it sends its manifest, its digests and the nodes of the OCDBT databases of dense leaves.
@@ -83,6 +85,10 @@ class StepWriters:
         return range(1, self.count)
 
     @property
+    def _step(self) -> str:
+        return f"step {_step_of(self.temporary.name)}"
+
+    @property
     def prefix(self) -> str:
         """Returns the first part of the keys of all messages."""
         return f"deltackpt/save/{self.key}"
@@ -120,6 +126,15 @@ class StepWriters:
         if self.count > 1 and "done" not in self._reported:
             self.coordinator.send_failure(f"{self.prefix}/{phase}", error)
 
+    def decide(self) -> None:
+        """Decides as process 0 to commit; raises the error of a process that has given up."""
+        if self.count > 1:
+            self.coordinator.decide(f"{self.prefix}/decision", self._step)
+
+    def give_up(self, error: BaseException) -> bool:
+        """Prevents the commit; returns False if process 0 may have decided on it already."""
+        return self.coordinator.prevent(f"{self.prefix}/decision", error)
+
     def expire(self) -> None:
         """Deletes the messages of earlier saves; called when this process's shard has ended."""
         if self.process == 0 and self.count > 1:
@@ -130,15 +145,14 @@ class StepWriters:
 
         Returns the names of these files, by posix path below the step.
         """
-        step = f"step {_step_of(self.temporary.name)}"
         topic, senders = f"{self.prefix}/{phase}", [0] if self.process else self.reporters
         received: dict[str, bytes | None] = {}
-        for process, packed in self.coordinator.receive(topic, senders, step, _DEEDS[phase]):
+        for process, packed in self.coordinator.receive(topic, senders, self._step, _DEEDS[phase]):
             temporary, records = msgpack.unpackb(packed)
             if temporary != self.temporary.name:
                 raise Disagreement(
-                    f"{step}: expected process {process} to save the same step, found that it "
-                    f"saves step {_step_of(temporary)}; call save() at the same steps on every "
+                    f"{self._step}: expected process {process} to save the same step, found that "
+                    f"it saves step {_step_of(temporary)}; call save() at the same steps on every "
                     "process, and restart the job if one has skipped a call"
                 )
             received |= records
@@ -293,10 +307,13 @@ def _write(step: StepTransaction, batch: FileBatch) -> Committed:
         writers.report("written", records | writers.records(_descriptions(step)))
         try:
             writers.wait("done")
-        except (ProcessMissing, StorageError):
+        except (ProcessMissing, StorageError) as error:
+            if writers.give_up(error):
+                raise
             # Process 0, which runs the coordination service, may have died between the commit and
             # its report.
             if temporary.exists() or not step.final.is_dir():
+                error.add_note("The step may be committed nevertheless.")
                 raise
         if writers.shared_fs:
             # Opening the directory refreshes the cache of a network file system.
@@ -328,6 +345,7 @@ def _commit(step: StepTransaction, batch: FileBatch) -> None:
     batch.force()
     step.check()
     head = step.writers.records([temporary / step.tables / naming.manifest_name(0)])
+    step.writers.decide()
     try:
         _publish(step)
     finally:
