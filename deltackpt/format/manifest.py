@@ -44,7 +44,7 @@ LAYERS = "layers"
 #: Fields that are the same in all saves of a run, and large where there are many tables.
 _SHARED: records.Shared = {
     **dict.fromkeys(("groups", "tables", "dense", "tracking_paths", "writers")),
-    "dense_blocks": (DenseBlocks, {"values": None}),
+    "dense_blocks": (DenseBlocks, {"values": None, "segments": None}),
 }
 #: Fields of manifests that development versions did not write, or wrote under other names. They
 #: also gave the files of bases other names.
@@ -403,7 +403,7 @@ def _check_ids(record: Manifest) -> None:
         check_save_id(save_id, place)
     process, count = record.process, record.process_count
     require(process < count, f"a process below {count}", process, "process")
-    if not all(map(is_name, record.parents)):
+    if not is_name(*record.parents):
         raise InvalidRecord("names of directories", record.parents, "parents")
 
 

@@ -429,7 +429,7 @@ def array_entry(
     Chunks have whole rows of about ``CHUNK_BYTES`` if ``chunk_rows`` is None.
     """
     if chunk_rows is None:
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         # Equal chunks: a shorter last one would still be stored at full length.
         chunk_rows = max(1, -(-shape[0] // max(1, -(-nbytes // CHUNK_BYTES))))
         if chunk_rows < shape[0]:
@@ -522,6 +522,7 @@ SEGMENTS = "dense."
 BLOCKS = "blocks"
 
 _known: IdentityCache[tuple[Mapping[str, int], int]] = IdentityCache(KEPT_FIELDS)
+_sound: IdentityCache[None] = IdentityCache(KEPT_FIELDS)
 
 #: A value of the item: whether it is a file, and its key.
 Key = tuple[bool, str]
@@ -607,6 +608,11 @@ BLOCKED_DTYPES = frozenset(
 
 def check(record: DenseBlocks) -> None:
     """Raises InvalidRecord if a record is invalid on its own."""
+    # Whole leaves are described by equal records, which share their tuples.
+    _sound.get(lambda: _check(record), record.values, record.segments, rest=record.complete)
+
+
+def _check(record: DenseBlocks) -> None:
     # Most records of a run have the same tuple of values.
     ends, plain_stop = _known.get(lambda: _ends_of(record.values), record.values)
     names: set[str] = set()
@@ -656,7 +662,7 @@ def _check_value(value: BlockedValue, end: int) -> None:
     """Checks a value on its own, and that it begins at the ``end`` of its group's blocks."""
     # A record may have thousands of values, so errors are described only if there are any. Its
     # decoder has checked the types, and that no number is negative.
-    if value.file and not all(map(is_name, value.key.split("/"))):
+    if value.file and not is_name(*value.key.split("/")):
         raise InvalidRecord("a path in the item", value.key, f"values.{value.key}.key")
     if value.count > MOST // 16:
         raise InvalidRecord("numbers", value.count, f"values.{value.key}.count")
