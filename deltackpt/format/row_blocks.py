@@ -522,7 +522,6 @@ SEGMENTS = "dense."
 BLOCKS = "blocks"
 
 _known: IdentityCache[tuple[Mapping[str, int], int]] = IdentityCache(KEPT_FIELDS)
-_sound: IdentityCache[None] = IdentityCache(KEPT_FIELDS)
 
 #: A value of the item: whether it is a file, and its key.
 Key = tuple[bool, str]
@@ -608,11 +607,6 @@ BLOCKED_DTYPES = frozenset(
 
 def check(record: DenseBlocks) -> None:
     """Raises InvalidRecord if a record is invalid on its own."""
-    # Whole leaves are described by equal records, which share their tuples.
-    _sound.get(lambda: _check(record), record.values, record.segments, rest=record.complete)
-
-
-def _check(record: DenseBlocks) -> None:
     # Most records of a run have the same tuple of values.
     ends, plain_stop = _known.get(lambda: _ends_of(record.values), record.values)
     names: set[str] = set()

@@ -111,13 +111,13 @@ class LayerReader:
         #: Those of the arrays that were read.
         self._chunks: dict[tuple[str, str], list[Chunk]] = {}
 
-    def at(self, source: ByteSource, *, at_once: bool = False) -> LayerReader:
-        """Returns the same layer, whose chunks are read from another source of the same bytes.
+    def at(self, source: ByteSource | None = None, *, at_once: bool = False) -> LayerReader:
+        """Returns the same layer, whose chunks are read again, or from a source of the same bytes.
 
         ``at_once`` reads all of them when the first one is needed.
         """
         found = copy.copy(self)
-        found._source, found._verified = source, set()
+        found._source, found._verified = source or self._source, set()
         found._at_once, found._loaded = at_once, None
         return found
 

@@ -136,7 +136,7 @@ class LayerArrays:
     ):
         """Reads nothing yet; ``file`` is its path below the item's folder, empty in the WAL.
 
-        ``opened`` takes ``at_once`` of ``LayerReader`` if the arrays are ``loaded``. ``nbytes`` are
+        ``opened`` has the option ``at_once`` of ``LayerReader``, for ``loaded``. ``nbytes`` are
         those of the layer, if they are known.
         """
         self._opened, self._name, self._file = opened, name, file
@@ -151,7 +151,14 @@ class LayerArrays:
 
     def loaded(self) -> LayerArrays:
         """Returns the same arrays, in memory from their first use on."""
-        opened = functools.partial(self._opened, at_once=True)
+
+        def opened() -> LayerReader:
+            if "layer" in vars(self):
+                return self.layer.at(at_once=True)
+            found = self._opened(at_once=True)
+            self.layer = found.at()  # Its footer is known from now on; its bytes are freed.
+            return found
+
         return LayerArrays(opened, name=self._name, file=self._file, nbytes=self.nbytes)
 
     def files_of(self, segment: Segment) -> dict[str, int]:
@@ -298,10 +305,9 @@ def arrays_of(item_dir: StorePath, record: Manifest) -> ShardArrays:
     """Returns the stored arrays of a shard."""
     if record.layer is None:
         return ZarrArrays(item_dir, record)
-    file = naming.layer_name(record.process)
-    opened = functools.partial(layer_of, item_dir, record, record.layer)
-    nbytes = record.layer.nbytes
-    return LayerArrays(opened, name=(item_dir / file).shown(), file=file, nbytes=nbytes)
+    file, ref = naming.layer_name(record.process), record.layer
+    opened = functools.partial(layer_of, item_dir, record, ref)
+    return LayerArrays(opened, name=(item_dir / file).shown(), file=file, nbytes=ref.nbytes)
 
 
 def layer_of(
