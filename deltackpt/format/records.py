@@ -43,8 +43,8 @@ _PATH_CHARACTERS = 4096
 _MOST_FOLDERS = 100
 #: Length of ``Digest.tail``: the last bytes of a file, stored unhashed.
 TAIL_BYTES = 4
-#: Values of shared fields that are kept: those of a few layouts, and of each process of a job.
-KEPT_FIELDS = 32
+#: Values of shared fields that are kept: those of a few layouts, and two of each process of a job.
+KEPT_FIELDS = 64
 _NIL = b"\xc0"
 _MSGPACK_ERRORS = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
 _Record = TypeVar("_Record")
@@ -269,16 +269,7 @@ def _built(
                 found[field] = make(_unpacked(data))
         except InvalidRecord as error:
             raise error.within(field) from None
-    return _filled(kind, found)
-
-
-def _filled(kind: type[_Record], values: dict[str, Any]) -> _Record:
-    """Returns ``kind(**values)``; that of a frozen dataclass takes as long as its checks."""
-    if len(values) < len(_names(kind)) or hasattr(kind, "__post_init__"):
-        return kind(**values)
-    found = object.__new__(kind)
-    found.__dict__.update(values)
-    return found
+    return kind(**found)
 
 
 def _check_required(required: Set[str], fields: Mapping[str, object]) -> None:
@@ -396,7 +387,7 @@ def _record_builder(kind: type) -> Callable[[object], object]:
                     found[name] = make(value[name])
         except InvalidRecord as error:
             raise error.within(name) from None
-        return _filled(kind, found)
+        return kind(**found)
 
     return build
 
