@@ -117,7 +117,8 @@ class LayerReader:
         ``at_once`` reads all of them when the first one is needed.
         """
         found = copy.copy(self)
-        found._source, found._verified = source or self._source, set()
+        found._source = self._source if source is None else source
+        found._verified = set()
         found._at_once, found._loaded = at_once, None
         return found
 

@@ -256,7 +256,7 @@ def _check_encoding(encoding: Encoding, segment: Segment, tables: int) -> None:
         if len(figures) != tables:
             raise InvalidRecord(f"figures of {tables} tables", len(figures), place)
         # NaN sums of squares are allowed: a NaN in training is not damage.
-        if any(map((0.0).__gt__, figures)):
+        if any(figure < 0 for figure in figures):
             raise InvalidRecord("figures of 0 or more", figures, place)
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -128,16 +128,19 @@ class ZarrArrays:
         return naming.array_dir(self._item_dir, self._record.process, segment.name, entry.name)
 
 
+class _Open(Protocol):
+    """Opens a layer; see ``LayerReader`` for ``at_once``."""
+
+    def __call__(self, *, at_once: bool = False) -> LayerReader: ...
+
+
 class LayerArrays:
     """A layer; every read is verified."""
 
-    def __init__(
-        self, opened: Callable[..., LayerReader], *, name: str, file: str = "", nbytes: int = MOST
-    ):
+    def __init__(self, opened: _Open, *, name: str, file: str = "", nbytes: int = MOST):
         """Reads nothing yet; ``file`` is its path below the item's folder, empty in the WAL.
 
-        ``opened`` has the option ``at_once`` of ``LayerReader``, for ``loaded``. ``nbytes`` are
-        those of the layer, if they are known.
+        ``nbytes`` are those of the layer, if they are known.
         """
         self._opened, self._name, self._file = opened, name, file
         self.nbytes = nbytes
@@ -152,10 +155,10 @@ class LayerArrays:
     def loaded(self) -> LayerArrays:
         """Returns the same arrays, in memory from their first use on."""
 
-        def opened() -> LayerReader:
+        def opened(*, at_once: bool = True) -> LayerReader:
             if "layer" in vars(self):
-                return self.layer.at(at_once=True)
-            found = self._opened(at_once=True)
+                return self.layer.at(at_once=at_once)
+            found = self._opened(at_once=at_once)
             self.layer = found.at()  # Its footer is known from now on; its bytes are freed.
             return found
 
