@@ -229,9 +229,10 @@ def place_of(layer: LayerReader, offset: int) -> str:
     trailer = layer.nbytes - TRAILER_BYTES
     if offset < PAGE_BYTES:
         return f"{NAME}: header"
-    for (row_group, array), chunks in layer._chunks.items():
-        for number, chunk in enumerate(chunks):
+    for array in layer.manifest.arrays:
+        for number, chunk in enumerate(layer.chunks_of(array)):
             if chunk.start <= offset < chunk.stop:
-                return f"{NAME}: row group {row_group!r}, array {array!r}, chunk {number}"
+                shown = f"row group {array.row_group!r}, array {array.name!r}"
+                return f"{NAME}: {shown}, chunk {number}"
     assert offset <= trailer + TRAILER_BYTES
     return f"{NAME}: footer"

@@ -341,8 +341,9 @@ class StoredRecord(NamedTuple):
 
     def chunks_of(self, row_group: str, array: str) -> list[tuple[int, int]]:
         """Start and end of each chunk of an array in the segment."""
-        start, chunks = self.layer.start, self.layer._chunks[row_group, array]
-        return [(start + one.offset, start + one.stop) for one in chunks]
+        start, arrays = self.layer.start, self.layer.manifest.arrays
+        own = next(one for one in arrays if (one.row_group, one.name) == (row_group, array))
+        return [(start + one.offset, start + one.stop) for one in self.layer.chunks_of(own)]
 
 
 def records_in(folder: Path) -> list[StoredRecord]:

@@ -100,7 +100,7 @@ class Root(NamedTuple):
 
 def copy_segment(layer: LayerReader, segment: Segment, place: SegmentSink) -> None:
     """Writes the arrays of a segment of another layer."""
-    arrays = LayerArrays(lambda: layer, name="it", file="")
+    arrays = LayerArrays(layer.at, name="it", file="")
     for entry in segment.arrays:
         if entry.name == naming.GAPS:
             place.write_rows(arrays.row_indices(segment).rows)

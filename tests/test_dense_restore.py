@@ -276,7 +276,7 @@ def read_groups() -> Iterator[list[tuple[int, str]]]:
     real = LayerReader.read_into
 
     def counted(layer: LayerReader, array: LayerArray, *arguments: Any) -> None:
-        found.append((layer.id.step, array.row_group))
+        found.append((layer.manifest.save_id.step, array.row_group))
         real(layer, array, *arguments)
 
     with mock.patch.object(LayerReader, "read_into", counted):

@@ -178,7 +178,10 @@ def test_written_layers_are_read_back(tmp_path_factory, data):
     ]
     for number, (layer, (manifest, groups)) in enumerate(zip(found, layers, strict=True)):
         layer.verify()
-        assert (layer.id, layer.manifest.parent) == (manifest.save_id, manifest.parent)
+        assert (layer.manifest.save_id, layer.manifest.parent) == (
+            manifest.save_id,
+            manifest.parent,
+        )
         assert layer.manifest.sequence == number
         assert read_all(layer) == contents_of(groups)
         for group, own in zip(groups, layer.manifest.row_groups, strict=True):
@@ -357,12 +360,12 @@ def test_golden_layers_are_read(version):
     step, wal = version / "step", version / "wal"
     layers = [LayerReader(StoredBytes(store_path(step)), step.stat().st_size)]
     layers += layers_in(StoredBytes(store_path(wal)), wal.read_bytes())
-    assert [str(layer.id.step) for layer in layers] == [*expected]
+    assert [str(layer.manifest.save_id.step) for layer in layers] == [*expected]
     for layer in layers:
         layer.verify()
-        known = expected[str(layer.id.step)]
+        known = expected[str(layer.manifest.save_id.step)]
         assert (layer.start, layer.digest) == (known.pop("start"), known.pop("digest"))
-        step = layer.id.step
+        step = layer.manifest.save_id.step
         rows = [each + step for each in (3, 4, 260, 70_000, 70_001)]
         item = b'{"step": %d}' % step
         numbers = {
@@ -669,7 +672,7 @@ def test_ranges_of_rows_are_stored_as_ranges(tmp_path):
     assert layer.group.ranges == ((0, 4), (9, 12)) and [*layer.arrays] == ["values"]
     held, position = layer.reader.rows(layer.group, 3, 11)
     assert (position, np.asarray(held).tolist()) == (3, [3, 9, 10])
-    assert layer.reader.id == SaveId(RUN, 1, 1)
+    assert layer.reader.manifest.save_id == SaveId(RUN, 1, 1)
 
 
 def test_a_shard_that_cannot_begin_leaves_no_file_open(tmp_path, monkeypatch):

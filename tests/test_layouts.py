@@ -10,6 +10,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -261,6 +262,48 @@ def test_values_cached_by_layout_are_not_shared_with_an_equal_layout():
     assert known.get(lambda: 4, other, rest="a") == 4
     known.clear()
     assert known.get(lambda: 5, one, rest="a") == 5
+
+
+def decoded(record: Manifest, **dense: Any) -> Manifest:
+    """Encodes a manifest whose record of dense leaves has other fields, and decodes it."""
+    assert record.dense_blocks is not None
+    blocks = dataclasses.replace(record.dense_blocks, **dense)
+    data = manifest.to_bytes(dataclasses.replace(record, dense_blocks=blocks))
+    return manifest.from_bytes(data, name="it")
+
+
+def test_an_equal_field_of_a_sound_record_is_checked_again_beside_others(tmp_path):
+    saved(tmp_path, 1, 2)
+    record = head_of(tmp_path, 1)
+    assert record.dense_blocks is not None
+    values, [segment, *others] = record.dense_blocks.values, record.dense_blocks.segments
+    other = dataclasses.replace(segment, group="float64")
+    with pytest.raises(Damaged, match="dense_blocks"):
+        decoded(record, segments=(other, *others))
+    unchanged = tuple(dataclasses.replace(value, at=None) for value in values)
+    partial = decoded(record, values=unchanged, segments=(), complete=False)
+    with pytest.raises(Damaged, match="dense_blocks"):
+        decoded(partial, complete=True)
+
+
+def test_shared_fields_of_the_processes_of_a_job_are_decoded_once(tmp_path):
+    saved(tmp_path, 1, 2)
+    record = head_of(tmp_path, 1)
+    assert record.dense_blocks is not None
+    values, segments = record.dense_blocks.values, record.dense_blocks.segments
+
+    def decoded_of(process: int) -> manifest.DenseBlocks:
+        found = decoded(
+            dataclasses.replace(record, process=process, process_count=24),
+            values=tuple(dataclasses.replace(one, key=f"{one.key}{process}") for one in values),
+            segments=tuple(dataclasses.replace(o, name=f"{o.name}{process}") for o in segments),
+        ).dense_blocks
+        assert found is not None
+        return found
+
+    first, second = ([decoded_of(process) for process in range(24)] for _ in range(2))
+    for one, again in zip(first, second, strict=True):
+        assert one.values is again.values and one.segments is again.segments
 
 
 def test_a_division_keeps_no_array(tmp_path):

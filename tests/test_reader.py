@@ -200,7 +200,7 @@ def test_any_rows_of_any_chain_equal_those_of_its_states(tmp_path_factory, data)
     assert np.array_equal(found, states[-1][start:stop])
 
 
-def test_a_small_layer_is_read_with_a_request_for_its_end_and_one_for_all(tmp_path, monkeypatch):
+def test_a_small_layer_is_read_with_one_request(tmp_path, monkeypatch):
     root, requests = StorePath(MemoryStore(), ""), list[str]()
     states = put_chain(root, tmp_path)
     chain, read = chains.read_chain(root / "2"), MemoryStore.read_into
@@ -213,8 +213,8 @@ def test_a_small_layer_is_read_with_a_request_for_its_end_and_one_for_all(tmp_pa
     found = reader.restore_tables(chain).fields["t"]["values"]
     assert np.array_equal(found, states[-1])
     layers = [key for key in requests if key.endswith(naming.layer_name(0))]
-    assert sorted(layers) == [f"{step}/embeddings/layer.0" for step in (1, 1, 2, 2)]
-    # Without its end, which is known now, and unless no row of it is wanted.
+    assert sorted(layers) == [f"{step}/embeddings/layer.0" for step in (1, 2)]
+    # Its footer is known now, and thereby whether any row of it is wanted.
     requests.clear()
     wanted = {"t": {"values": [Box((1, 3), (0, WIDTH))]}}
     reader.restore_tables(chain, wanted=wanted)

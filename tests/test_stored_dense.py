@@ -162,7 +162,7 @@ class Run:
         )
         record = DenseBlocks(values=tuple(values), segments=segments)
         row_blocks.check(record)
-        return DenseShard(LayerArrays(lambda: layer, name=path.name, file=""), record, path.name)
+        return DenseShard(LayerArrays(layer.at, name=path.name, file=""), record, path.name)
 
 
 class Below:

@@ -83,9 +83,10 @@ def flips(path: Path) -> Iterator[int]:
     for record in records_in(path.parent):
         if record.path == path:
             start, end = record.layer.start, record.layer.start + record.layer.nbytes
-            chunks = [at for place in record.layer._chunks for at, _ in record.chunks_of(*place)]
-            yield from {start, start + 28, start + 4095, *chunks, end - 64, end - 1}
-            yield start + max(one.stop for of in record.layer._chunks.values() for one in of)
+            arrays = record.layer.manifest.arrays
+            chunks = [at for of in arrays for at in record.chunks_of(of.row_group, of.name)]
+            yield from {start, start + 28, start + 4095, *(first for first, _ in chunks)}
+            yield from {end - 64, end - 1, max(stop for _, stop in chunks)}
 
 
 def cuts(path: Path) -> Iterator[int]:

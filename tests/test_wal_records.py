@@ -178,10 +178,10 @@ def test_a_follower_has_each_record_once_it_is_whole(tmp_path):
 
 def place_in(record: StoredRecord, at: int) -> str:
     """The row group of a byte of a record; "" in its header and footer."""
-    for (row_group, _), chunks in record.layer._chunks.items():
-        for chunk in chunks:
+    for array in record.layer.manifest.arrays:
+        for chunk in record.layer.chunks_of(array):
             if chunk.start <= at - record.layer.start < chunk.stop:
-                return row_group
+                return array.row_group
     return ""
 
 
@@ -608,7 +608,7 @@ def test_raw_rows_beside_codes_have_positions_within_the_record(position, tmp_pa
         (one, segment)
         for one in records_in(root / "log/0/0")
         for segment in one.rows
-        if one.layer.id.step == step
+        if one.layer.manifest.save_id.step == step
         and any(entry.name == "values.raw_at" for entry in segment.arrays)
     )
     place = segment.name, "values.raw_at"

@@ -44,13 +44,13 @@ LAYERS = "layers"
 #: Fields that are the same in all saves of a run, and large where there are many tables.
 _SHARED: records.Shared = {
     **dict.fromkeys(("groups", "tables", "dense", "tracking_paths", "writers")),
-    "dense_blocks": (DenseBlocks, {"values": None}),
+    "dense_blocks": (DenseBlocks, {"values": None, "segments": None}),
 }
 #: Fields of manifests that development versions did not write, or wrote under other names. They
 #: also gave the files of bases other names.
 _SINCE_DEVELOPMENT = frozenset({"files", "shards"})
 _Key = TypeVar("_Key")
-_sound_paths: records.IdentityCache[None] = records.IdentityCache(records.KEPT_FIELDS)
+_sound: records.IdentityCache[None] = records.IdentityCache(records.KEPT_FIELDS)
 
 #: Most entries of ``Manifest.parents``, all of which a restore reads ahead at once.
 MOST_PARENTS = 64
@@ -380,7 +380,7 @@ def _check(record: Manifest) -> None:
     if is_base:
         require(record.dense_blocks is None, "dense leaves in Orbax's item", "blocks")
     named = record.tables, record.dense, record.tracking_paths
-    _sound_paths.get(lambda: check_paths(record), *named)
+    _sound.get(lambda: check_paths(record), *named)
     for number, segment in enumerate(record.segments):
         try:  # A context would take as long as the check itself.
             check_segment(segment)
@@ -388,9 +388,12 @@ def _check(record: Manifest) -> None:
             raise error.within(f"segments[{number}]") from None
     with records.within("files"):
         records.check_files(record.files)
-    if record.dense_blocks is not None:
+    if (held := record.dense_blocks) is not None:
+        # Records of whole leaves are equal in all saves, and then share their fields.
         with records.within("dense_blocks"):
-            row_blocks.check(record.dense_blocks)
+            _sound.get(
+                lambda: row_blocks.check(held), held.values, held.segments, rest=held.complete
+            )
 
 
 def _check_ids(record: Manifest) -> None:
@@ -403,7 +406,7 @@ def _check_ids(record: Manifest) -> None:
         check_save_id(save_id, place)
     process, count = record.process, record.process_count
     require(process < count, f"a process below {count}", process, "process")
-    if not all(map(is_name, record.parents)):
+    if not is_name(*record.parents):
         raise InvalidRecord("names of directories", record.parents, "parents")
 
 

@@ -43,8 +43,8 @@ _PATH_CHARACTERS = 4096
 _MOST_FOLDERS = 100
 #: Length of ``Digest.tail``: the last bytes of a file, stored unhashed.
 TAIL_BYTES = 4
-#: Values of shared fields that are kept: those of a few layouts, and of each process of a job.
-KEPT_FIELDS = 32
+#: Values of shared fields that are kept: those of a few layouts, and two of each process of a job.
+KEPT_FIELDS = 64
 _NIL = b"\xc0"
 _MSGPACK_ERRORS = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
 _Record = TypeVar("_Record")
@@ -359,12 +359,14 @@ def _builder(kind: object) -> Callable[[object], Any]:
             return lambda value: None if value is None else build(value)
         expected = f"one of {', '.join(one.__name__ for one in inner)}"
         return functools.partial(_of_type, inner, expected)
-    if origin is tuple and args[-1] is Ellipsis:
-        build = functools.partial(_all, _builder(args[0]))
-        return build if args[0] is not int else functools.partial(_numbers, None, build)
     if origin is tuple:
-        build = functools.partial(_each, tuple(_builder(arg) for arg in args))
-        return build if {*args} != {int} else functools.partial(_numbers, len(args), build)
+        makers = tuple(_builder(arg) for arg in args if arg is not Ellipsis)
+        is_open = args[-1] is Ellipsis
+        build = functools.partial(_all, makers[0]) if is_open else functools.partial(_each, makers)
+        if {*args} <= {args[0], Ellipsis} and args[0] in _PLAIN_KINDS:
+            count = None if is_open else len(args)
+            return functools.partial(_plain, _PLAIN_KINDS[args[0]], count, build)
+        return build
     if origin is dict and args[0] is str:
         return functools.partial(_by_name, _builder(args[1]))
     raise TypeError(f"no record holds a {kind}")
@@ -376,8 +378,7 @@ def _record_builder(kind: type) -> Callable[[object], object]:
     def build(value: object) -> object:
         if type(value) is not dict:
             raise InvalidRecord("a map", value)
-        if not required <= value.keys():
-            _check_required(required, value)
+        _check_required(required, value)
         name = ""
         found = {}
         try:
@@ -439,10 +440,12 @@ def _each(makers: tuple[Callable[[object], object], ...], value: object) -> tupl
     return tuple([make(item) for make, item in zip(makers, items, strict=True)])
 
 
-def _numbers(count: int | None, otherwise: Callable[[object], object], value: object) -> object:
-    """Checks lists of integers at once, the most common values; ``otherwise`` reports errors."""
-    if type(value) is list and value and count in (None, len(value)):
-        if {*map(type, value)} == {int} and min(value) >= 0:
+def _plain(
+    kinds: frozenset[type], count: int | None, otherwise: Callable[[object], object], value: object
+) -> object:
+    """Checks lists of plain values at once, the most common ones; ``otherwise`` reports errors."""
+    if type(value) is list and count in (None, len(value)) and kinds.issuperset(map(type, value)):
+        if kinds is not _INT or min(value, default=0) >= 0:
             return tuple(value)
     return otherwise(value)
 
@@ -462,6 +465,9 @@ def _by_name(make: Callable[[object], object], value: object) -> dict[str, objec
     return found
 
 
+_INT = frozenset({int})
+#: The types of plain values that lists may hold.
+_PLAIN_KINDS = {int: _INT, float: frozenset({float, int}), str: frozenset({str})}
 _PLAIN: dict[object, Callable[[object], object]] = {
     int: _number,
     float: functools.partial(_of_type, (float, int), "a number"),
@@ -489,15 +495,15 @@ def require(holds: bool, expected: str, found: object, place: str = "") -> None:
         raise InvalidRecord(expected, found, place)
 
 
-def is_name(name: str) -> bool:
-    """Returns whether a string is a single path component, so that it cannot leave its save."""
-    # Each save names up to 64 parents.
-    return 0 < len(name) <= _NAME_BYTES and _is_name(name)
+def is_name(*names: str) -> bool:
+    """Returns whether strings are single path components, so that none can leave its save."""
+    # Each save names up to 64 parents. The cache holds no long strings.
+    return max(map(len, names), default=0) <= _NAME_BYTES and all(map(_is_name, names))
 
 
 @functools.lru_cache(1024)
 def _is_name(name: str) -> bool:
-    is_inside = name not in (".", "..") and not {"/", "\0"}.intersection(name)
+    is_inside = name not in ("", ".", "..") and not {"/", "\0"}.intersection(name)
     return is_inside and len(name.encode()) <= _NAME_BYTES
 
 

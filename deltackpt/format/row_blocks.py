@@ -429,7 +429,7 @@ def array_entry(
     Chunks have whole rows of about ``CHUNK_BYTES`` if ``chunk_rows`` is None.
     """
     if chunk_rows is None:
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         # Equal chunks: a shorter last one would still be stored at full length.
         chunk_rows = max(1, -(-shape[0] // max(1, -(-nbytes // CHUNK_BYTES))))
         if chunk_rows < shape[0]:
@@ -656,7 +656,7 @@ def _check_value(value: BlockedValue, end: int) -> None:
     """Checks a value on its own, and that it begins at the ``end`` of its group's blocks."""
     # A record may have thousands of values, so errors are described only if there are any. Its
     # decoder has checked the types, and that no number is negative.
-    if value.file and not all(map(is_name, value.key.split("/"))):
+    if value.file and not is_name(*value.key.split("/")):
         raise InvalidRecord("a path in the item", value.key, f"values.{value.key}.key")
     if value.count > MOST // 16:
         raise InvalidRecord("numbers", value.count, f"values.{value.key}.count")

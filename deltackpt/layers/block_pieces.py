@@ -37,10 +37,8 @@ class BlockField:
 
     def __init__(self, layer: Source, segment: Segment, codec: BlockCodec):
         self.layer, self.segment, self.codec = layer, segment, codec
-        entries, kinds = (
-            {one.name: one for one in segment.arrays},
-            codec.stored(dtype_of(segment.group)),
-        )
+        entries = {one.name: one for one in segment.arrays}
+        kinds = codec.stored(dtype_of(segment.group))
         self.stored = {suffix: entries[codecs.array_name(BLOCKS, suffix)] for suffix in kinds}
         self.nbytes = sum(entry.nbytes for entry in self.stored.values())
         self._ragged = {suffix for suffix, array in kinds.items() if array.ragged}
@@ -189,12 +187,9 @@ class BlockPiece(NamedTuple):
             arrays = field.arrays(self.start, self.stop, allocate)
             # Blocks that a newer save replaces may decode to NaN here.
             with np.errstate(all="ignore"):
-                by = -self.target.rows[0]
-                rows = (
-                    range(first, stop)
-                    if is_whole
-                    else np.asarray(row_blocks.shifted(self.rows, by))
-                )
+                rows: Rows = range(first, stop)
+                if not is_whole:
+                    rows = np.asarray(row_blocks.shifted(self.rows, -self.target.rows[0]))
                 codec.decode(arrays, rows, self.target.buffer)
         except (IndexError, ValueError) as error:
             raise Damaged(field.name_of(), "codes of its blocks", str(error)) from error

@@ -113,12 +113,12 @@ class LayerArray:
         """Offset, bytes and CRC32C of each chunk."""
         return tuple(_PLACE.iter_unpack(self.chunks))
 
-    @functools.cached_property
+    @property
     def row_bytes(self) -> int:
         """Uncompressed bytes of one element of the first axis."""
         return math.prod(self.shape[1:]) * dtypes.itemsize_of(self.dtype)
 
-    @functools.cached_property
+    @property
     def chunk_count(self) -> int:
         """Number of chunks; 0 if the array has no bytes."""
         return -(-self.shape[0] // self.chunk_rows) if self.row_bytes else 0
@@ -289,8 +289,8 @@ def manifest_of(trailer: Trailer, data: bytes | memoryview, name: str) -> LayerM
     return manifest
 
 
-def chunks_of(manifest: LayerManifest, footer: int, name: str) -> list[list[Chunk]]:
-    """Returns the chunks of each array of a manifest.
+def starts_of(manifest: LayerManifest, footer: int, name: str) -> dict[int, int]:
+    """Returns the offset of each chunk to where the padding before it begins.
 
     Raises Damaged if they do not cover every byte between header and footer exactly once.
     """
@@ -301,10 +301,7 @@ def chunks_of(manifest: LayerManifest, footer: int, name: str) -> list[list[Chun
         starts[offset], end = end, offset + nbytes
     else:
         if end == footer:
-            return [
-                [Chunk(starts[at], at, at + nbytes, crc) for at, nbytes, crc in array.places]
-                for array in manifest.arrays
-            ]
+            return starts
     raise Damaged(f"{name}: footer", "chunks that cover the layer exactly", "gaps or overlaps")
 
 

@@ -43,7 +43,7 @@ _INDEX_BYTES = np.dtype(np.int64).itemsize
 #: Smaller pieces are mostly Python code, so the GIL would serialize threads.
 _SMALL_BYTES, _SMALL_TOTAL_BYTES = 1 << 18, 1 << 26
 #: Shorter sections are joined, up to ``_SMALL_BYTES``; both also limit the decoded rows.
-_JOINED_BYTES = 1 << 15
+_JOINED_BYTES = 1 << 16
 
 
 def plan(

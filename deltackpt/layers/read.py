@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from deltackpt.errors import Damaged, OptionError
-from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import MOST
 from deltackpt.format.row_blocks import StoredRows, row_slice, rows_of
 from deltackpt.layers import footer
@@ -85,15 +84,17 @@ class LayerReader:
         start: int = 0,
         digest: int | None = None,
         name: str = "",
+        at_once: bool = False,
     ):
         """Reads and verifies the footer, usually with one range.
 
         ``start`` and ``nbytes`` are the layer's in the source: stores without suffix ranges cannot
         find its end. ``digest`` is the expected one, if known; ``name`` is the layer's in errors.
+        ``at_once`` reads the whole layer with one range; chunks are verified as before.
         """
         self._source, self.start, self.nbytes = source, start, nbytes
-        #: Whether the layer is read as a whole with its first chunk, and its bytes from then on.
-        self._at_once = False
+        #: Whether the layer is read as a whole, and its bytes from then on.
+        self._at_once = at_once
         self._loaded: np.ndarray | None = None
         self._verified: set[Chunk] = set()
         self._name = name or source.name
@@ -104,40 +105,30 @@ class LayerReader:
         self._arrays: dict[str, dict[str, LayerArray]] = {
             group.name: {} for group in self.manifest.row_groups
         }
-        self._chunks: dict[tuple[str, str], list[Chunk]] = {}
-        chunks = footer.chunks_of(self.manifest, trailer.footer, self._name)
-        for array, own in zip(self.manifest.arrays, chunks, strict=True):
+        for array in self.manifest.arrays:
             self._arrays[array.row_group][array.name] = array
-            self._chunks[array.row_group, array.name] = own
+        self._starts = footer.starts_of(self.manifest, trailer.footer, self._name)
+        #: Those of the arrays that were read.
+        self._chunks: dict[tuple[str, str], list[Chunk]] = {}
 
-    def at(self, source: ByteSource) -> LayerReader:
-        """Returns the same layer, whose chunks are read from another source of the same bytes."""
-        found = copy.copy(self)
-        found._source, found._verified = source, set()
-        found._at_once, found._loaded = False, None
-        return found
+    def at(self, source: ByteSource | None = None, *, at_once: bool = False) -> LayerReader:
+        """Returns the same layer, whose chunks are read again, or from a source of the same bytes.
 
-    def loaded(self) -> LayerReader:
-        """Returns the same layer, read into memory with one range when a chunk is first needed.
-
-        Chunks are verified as before.
+        ``at_once`` reads all of them when the first one is needed.
         """
         found = copy.copy(self)
-        found._at_once = True
+        found._source = self._source if source is None else source
+        found._verified = set()
+        found._at_once, found._loaded = at_once, None
         return found
 
-    def _whole(self) -> np.ndarray | None:
+    def _whole(self, shown: str = "chunks") -> np.ndarray | None:
         """Returns all bytes of the layer; None if each chunk is read by itself."""
         if self._at_once and self._loaded is None:
             data = np.empty(self.nbytes, np.uint8)
-            self._read(0, [data], "chunks")
+            self._read(0, [data], shown)
             self._loaded = data
         return self._loaded
-
-    @property
-    def id(self) -> SaveId:
-        """The save or WAL record that the layer is a shard of."""
-        return self.manifest.save_id
 
     def arrays(self, row_group: RowGroup) -> Mapping[str, LayerArray]:
         """Returns the arrays of a row group by name."""
@@ -154,7 +145,11 @@ class LayerReader:
 
     def chunks_of(self, array: LayerArray) -> Sequence[Chunk]:
         """Returns where the chunks of an array are."""
-        return self._chunks[array.row_group, array.name]
+        key = array.row_group, array.name
+        if key not in self._chunks:
+            starts, places = self._starts, array.places
+            self._chunks[key] = [Chunk(starts[at], at, at + size, crc) for at, size, crc in places]
+        return self._chunks[key]
 
     def bytes_of(self, array: LayerArray, start: int, stop: int) -> int:
         """Returns how many bytes are read for elements of an array's first axis."""
@@ -173,8 +168,8 @@ class LayerReader:
             return
         target, size = out.reshape(-1).view(np.uint8), array.chunk_rows
         host_memory.populate(target)
-        for numbers in self._batches(array, start // size, (stop - 1) // size):
-            wanted = [self._wanted(array, number, start, stop, target) for number in numbers]
+        for batch in self._batches(array, start // size, (stop - 1) // size):
+            wanted = [self._wanted(array, *one, start, stop, target) for one in batch]
             self._read_chunks(array, wanted)
             for one in wanted:
                 if one.target is not None:
@@ -190,9 +185,8 @@ class LayerReader:
         """Reads and verifies the chunks of some row groups that were not read yet."""
         for array in self.manifest.arrays:
             if array.row_group in row_groups:
-                for numbers in self._batches(array, 0, array.chunk_count - 1):
-                    chunks = [(number, self._chunk(array, number)) for number in numbers]
-                    unread = [one for one in chunks if one[1] not in self._verified]
+                for batch in self._batches(array, 0, array.chunk_count - 1):
+                    unread = [one for one in batch if one[1] not in self._verified]
                     self._read_chunks(array, [_Wanted(*one, self._room(one[1])) for one in unread])
 
     def damage(self) -> Iterator[Damaged]:
@@ -205,9 +199,8 @@ class LayerReader:
         except Damaged as error:
             yield error
         for array in self.manifest.arrays:
-            for numbers in self._batches(array, 0, array.chunk_count - 1):
-                chunks = [(number, self._chunk(array, number)) for number in numbers]
-                wanted = [_Wanted(number, chunk, self._room(chunk)) for number, chunk in chunks]
+            for batch in self._batches(array, 0, array.chunk_count - 1):
+                wanted = [_Wanted(*one, self._room(one[1])) for one in batch]
                 try:
                     self._read_chunks(array, wanted)
                 except Damaged:
@@ -226,8 +219,10 @@ class LayerReader:
         if nbytes < 2 * PAGE_BYTES or nbytes % PAGE_BYTES:
             expected = f"a multiple of {PAGE_BYTES} bytes, at least {2 * PAGE_BYTES}"
             raise Damaged(shown, expected, f"{nbytes} bytes")
-        tail = np.empty(min(_TAIL_BYTES, nbytes - PAGE_BYTES), np.uint8)
-        self._read(nbytes - len(tail), [tail], "footer")
+        tail = self._whole("footer")
+        if tail is None:
+            tail = np.empty(min(_TAIL_BYTES, nbytes - PAGE_BYTES), np.uint8)
+            self._read(nbytes - len(tail), [tail], "footer")
         trailer = footer.trailer_of(tail[-TRAILER_BYTES:].data, nbytes, self._name)
         if digest is not None and digest != trailer.digest:
             raise Damaged(shown, f"crc32c {digest:08x}", f"crc32c {trailer.digest:08x}")
@@ -262,21 +257,21 @@ class LayerReader:
                 raise Damaged(shown, f"ascending rows from {low} to {high}", "other gaps")
         return StoredRows(rows, start)
 
-    def _batches(self, array: LayerArray, first: int, last: int) -> Iterator[range]:
-        """Numbers of chunks, inclusive, in batches that are read at once."""
-        nbytes = 0
-        for number in range(first, last + 1):
-            chunk = self._chunk(array, number)
+    def _batches(self, array: LayerArray, first: int, last: int) -> Iterator[_Batch]:
+        """Chunks by their numbers, inclusive, in batches that are read at once."""
+        batch, nbytes = [], 0
+        for number, chunk in enumerate(self.chunks_of(array)[first : last + 1], first):
+            batch.append((number, chunk))
             nbytes += chunk.stop - chunk.start
             if nbytes >= self._source.run_bytes or number == last:
-                yield range(first, number + 1)
-                first, nbytes = number + 1, 0
+                yield batch
+                batch, nbytes = [], 0
 
     def _wanted(
-        self, array: LayerArray, number: int, start: int, stop: int, out: np.ndarray
+        self, array: LayerArray, number: int, chunk: Chunk, start: int, stop: int, out: np.ndarray
     ) -> _Wanted:
         """Where to read a chunk: directly into ``out``, the bytes of rows from ``start`` on."""
-        chunk, row_bytes = self._chunk(array, number), array.row_bytes
+        row_bytes = array.row_bytes
         own, length = number * array.chunk_rows, array.chunk_length(number)
         low, high = max(start, own), min(stop, own + length)
         target = out[(low - start) * row_bytes : (high - start) * row_bytes]
@@ -341,8 +336,8 @@ class LayerReader:
         rows = arrays.decompressed(one.data.data, shape, np.dtype(array.dtype), shown, planes)
         return rows.reshape(-1).view(np.uint8)
 
-    def _chunk(self, array: LayerArray, number: int) -> Chunk:
-        return self.chunks_of(array)[number]
+
+_Batch = list[tuple[int, Chunk]]
 
 
 class _Wanted(NamedTuple):

@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -128,12 +128,16 @@ class ZarrArrays:
         return naming.array_dir(self._item_dir, self._record.process, segment.name, entry.name)
 
 
+class _Open(Protocol):
+    """Opens a layer; see ``LayerReader`` for ``at_once``."""
+
+    def __call__(self, *, at_once: bool = False) -> LayerReader: ...
+
+
 class LayerArrays:
     """A layer; every read is verified."""
 
-    def __init__(
-        self, opened: Callable[[], LayerReader], *, name: str, file: str = "", nbytes: int = MOST
-    ):
+    def __init__(self, opened: _Open, *, name: str, file: str = "", nbytes: int = MOST):
         """Reads nothing yet; ``file`` is its path below the item's folder, empty in the WAL.
 
         ``nbytes`` are those of the layer, if they are known.
@@ -150,9 +154,15 @@ class LayerArrays:
 
     def loaded(self) -> LayerArrays:
         """Returns the same arrays, in memory from their first use on."""
-        return LayerArrays(
-            lambda: self.layer.loaded(), name=self._name, file=self._file, nbytes=self.nbytes
-        )
+
+        def opened(*, at_once: bool = True) -> LayerReader:
+            if "layer" in vars(self):
+                return self.layer.at(at_once=at_once)
+            found = self._opened(at_once=at_once)
+            self.layer = found.at()  # Its footer is known from now on; its bytes are freed.
+            return found
+
+        return LayerArrays(opened, name=self._name, file=self._file, nbytes=self.nbytes)
 
     def files_of(self, segment: Segment) -> dict[str, int]:
         """See ``ZarrArrays``."""
@@ -168,16 +178,13 @@ class LayerArrays:
         if segment.name in self._checked:
             return
         group = self._group(segment)
-        held = self.layer.arrays(group)
+        held = self.layer.arrays(group).values()
+        kinds = {one.name: (one.shape, one.dtype, one.compression) for one in held}
         for entry in (one for one in segment.arrays if one.name != naming.GAPS):
-            found, expected = (
-                held.get(entry.name),
-                (entry.shape, entry.dtype, compression_of(entry)),
-            )
-            if found is None or (found.shape, found.dtype, found.compression) != expected:
-                have = None if found is None else (found.shape, found.dtype, found.compression)
+            expected = entry.shape, entry.dtype, compression_of(entry)
+            if (found := kinds.get(entry.name)) != expected:
                 name = self.name_of(segment, entry)
-                raise Damaged(name, f"{expected}, as in the record", f"{have}")
+                raise Damaged(name, f"{expected}, as in the record", f"{found}")
         self._checked[segment.name] = group
 
     def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
@@ -282,13 +289,12 @@ def with_loaded(
 
 
 def _is_mostly_wanted(shard: Shard, targets: Targets) -> bool:
-    wanted = every = 0
+    balance = 0
     for segment in shard.segments:
         for name in segment.fields:
             nbytes = segment.count * segment.spec(shard.groups[segment.group], name).row_bytes
-            every += nbytes
-            wanted += nbytes if targets.want(segment, name) else 0
-    return 2 * wanted >= every
+            balance += nbytes if targets.want(segment, name) else -nbytes
+    return balance >= 0
 
 
 def is_of_dense_segment(object_name: str) -> bool:
@@ -302,16 +308,17 @@ def arrays_of(item_dir: StorePath, record: Manifest) -> ShardArrays:
     """Returns the stored arrays of a shard."""
     if record.layer is None:
         return ZarrArrays(item_dir, record)
-    file = naming.layer_name(record.process)
-    opened = functools.partial(layer_of, item_dir, record, record.layer)
-    nbytes = record.layer.nbytes
-    return LayerArrays(opened, name=(item_dir / file).shown(), file=file, nbytes=nbytes)
+    file, ref = naming.layer_name(record.process), record.layer
+    opened = functools.partial(layer_of, item_dir, record, ref)
+    return LayerArrays(opened, name=(item_dir / file).shown(), file=file, nbytes=ref.nbytes)
 
 
-def layer_of(item_dir: StorePath, record: Manifest, ref: LayerRef) -> LayerReader:
+def layer_of(
+    item_dir: StorePath, record: Manifest, ref: LayerRef, *, at_once: bool = False
+) -> LayerReader:
     """Opens the layer of a delta's shard; raises Damaged if it is not that of the save."""
     source = StoredBytes(item_dir / naming.layer_name(record.process))
-    layer = LayerReader(source, ref.nbytes, digest=ref.digest)
-    if layer.id != record.save_id:
-        raise Damaged(f"{source.name}: footer", f"the layer of {record.save_id}", f"{layer.id}")
+    layer = LayerReader(source, ref.nbytes, digest=ref.digest, at_once=at_once)
+    if (found := layer.manifest.save_id) != record.save_id:
+        raise Damaged(f"{source.name}: footer", f"the layer of {record.save_id}", f"{found}")
     return layer

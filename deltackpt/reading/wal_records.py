@@ -112,7 +112,7 @@ class WalRecord:
     @functools.cached_property
     def arrays(self) -> LayerArrays:
         """Returns the arrays of its layer."""
-        return LayerArrays(lambda: self.layer, name=self.name, nbytes=self.nbytes)
+        return LayerArrays(self.layer.at, name=self.name, nbytes=self.nbytes)
 
     @property
     def dense_bytes(self) -> int:

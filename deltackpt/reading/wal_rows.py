@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -81,7 +82,8 @@ def rows_of(record: WalRecord, layout: Layout, group: str | None = None) -> Reco
     for segment in segments:
         bounds.check_segment(segment, groups, None, record.name)
     # A copy, which records what this replay has verified.
-    arrays = LayerArrays(lambda: record.layer.at(source), name=record.name, nbytes=record.nbytes)
+    opened = functools.partial(record.layer.at, source)
+    arrays = LayerArrays(opened, name=record.name, nbytes=record.nbytes)
     return RecordRows(arrays, segments, groups, record)
 
 
