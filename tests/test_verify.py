@@ -245,7 +245,7 @@ def change_records(path: Path, change: Callable[[manifest.Manifest], manifest.Ma
         return
     digests = integrity.read_digests(step_dir / naming.STEP_DIGESTS)
     name = path.relative_to(step_dir).as_posix()
-    digests.files[name] = integrity.digest_file(path)[:3]
+    digests[name] = integrity.digest_file(path)
     (step_dir / naming.STEP_DIGESTS).write_bytes(integrity.digests_bytes(digests))
 
 
