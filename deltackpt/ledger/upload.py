@@ -113,9 +113,12 @@ def describe(unit: Unit, root: StorePath, prefix: str) -> CatalogEntry:
     record = digests.digests_bytes(unit.files)
     to = root / prefix / COMMIT
     to.store.put(to.key, record)
-    crc32c = google_crc32c.value(record)
-    return CatalogEntry.from_info(
-        unit.info, unit.key, prefix, stored_bytes=unit.nbytes, crc32c=crc32c
+    return CatalogEntry(
+        info=unit.info,
+        item=unit.key.item,
+        prefix=prefix,
+        stored_bytes=unit.nbytes,
+        crc32c=google_crc32c.value(record),
     )
 
 
