@@ -85,7 +85,7 @@ def leave(root: Path, *, age_secs: float = 1e6) -> list[str]:
     """Leaves the remains of an interrupted save, deletion and compaction."""
     names = [
         "9.orbax-checkpoint-tmp",
-        f"0{naming.REMOVED}7",
+        f"{naming.REMOVED}7",
         f"{naming.COMPACTED}/{naming.compaction_name('4')}",
     ]
     changed = time.time() - age_secs

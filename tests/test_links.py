@@ -50,7 +50,7 @@ def written(tmp_path_factory) -> Path:
     run_compaction(root, 3)
     cut = f"{naming.COMPACTED}/3.{'0' * 32}.tmp/{ITEM}"
     for place in (
-        f"0{naming.REMOVED}1/{ITEM}",
+        f"{naming.REMOVED}1/{ITEM}",
         f"{naming.ROLLED_BACK}/run/7/{ITEM}",
         f"{naming.COPYING}/90/{ITEM}",
         f"{naming.COPYING}/replaced/90/{ITEM}",

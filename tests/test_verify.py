@@ -354,7 +354,7 @@ def test_a_compacted_base_replaces_a_removed_chain(copied):
 def test_leftovers_are_notes_and_an_unsigned_claim_is_not(copied):
     root = copied("lossless")
     (root / "9.orbax-checkpoint-tmp").mkdir()
-    (root / f"0{naming.REMOVED}1").mkdir()
+    (root / f"{naming.REMOVED}1").mkdir()
     (root / "compacted" / naming.compaction_name("3")).mkdir()
     (root / "notes.txt").write_text("somebody's")
     (root / naming.lease_name(99)).touch()
@@ -388,7 +388,7 @@ def test_steps_removed_during_verification_are_not_damage(tmp_path, monkeypatch)
     def checked(directory: StorePath, *args, **kwargs):
         if directory.name == "1" and (tmp_path / "1").exists():
             for step in ("2", "1", "0"):
-                os.rename(tmp_path / step, tmp_path / f"0{naming.REMOVED}{step}")
+                os.rename(tmp_path / step, tmp_path / f"{naming.REMOVED}{step}")
         return real(directory, *args, **kwargs)
 
     monkeypatch.setattr(integrity, "check_files", checked)
@@ -443,7 +443,7 @@ def test_a_base_that_retention_is_removing_is_not_damage(tmp_path, monkeypatch):
 
     def removing(folder: StorePath, item: str, **kwargs):
         if folder.parent.name == naming.COMPACTED and (folder / item).exists():
-            os.rename(folder / item, tmp_path / f"0{naming.REMOVED}1")
+            os.rename(folder / item, tmp_path / f"{naming.REMOVED}1")
         return real(folder, item, **kwargs)
 
     monkeypatch.setattr(inventory, "read_inventory", removing)

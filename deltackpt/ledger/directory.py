@@ -297,7 +297,7 @@ class Root(Steps):
 
     def discard(self, committed: Path, *, fsync: bool = True) -> None:
         """Renames what is to be removed; ``remove_discarded`` deletes it. Needs no room."""
-        renamed = self.path / f"0{naming.REMOVED}{uuid.uuid4().hex}"
+        renamed = self.path / f"{naming.REMOVED}{uuid.uuid4().hex}"
         DurableDir(self.path, fsync=fsync).publish(committed, renamed)
 
     def remove_discarded(self) -> None:
@@ -309,7 +309,9 @@ class Root(Steps):
             self._dir.remove(path)
 
     def _discarded(self) -> list[Path]:
-        return [self.path / name for name in posix.listing(self.path) if naming.REMOVED in name]
+        # None if the directory was moved or removed.
+        found = self._dir.entries(self.path)
+        return [path for path in found if path.name.startswith(naming.REMOVED)]
 
     def collect(
         self,

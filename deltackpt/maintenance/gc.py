@@ -277,7 +277,7 @@ def _remove_empty(path: Path) -> None:
 def _cut(at: StorePath) -> Iterator[Removable]:
     """Leftovers of interrupted saves, deletions and compactions."""
     for name in sorted(os.listdir(at)):
-        if naming.REMOVED in name:
+        if name.startswith(naming.REMOVED):
             yield removable_at(at / name, "interrupted deletion", "it was being deleted")
         elif is_leftover(name):
             yield removable_at(at / name, "interrupted save", "never committed")

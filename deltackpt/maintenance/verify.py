@@ -440,7 +440,7 @@ def _outside(path: Path) -> tuple[list[Problem], list[str]]:
                 notes.append(f"{name}/: {found} rolled-back steps, not verified")
         elif name == naming.COPYING:
             notes.append(f"{name}/: a copy that was interrupted, or is running")
-        elif naming.REMOVED in name:
+        elif name.startswith(naming.REMOVED):
             notes.append(f"{name}: a deletion that was interrupted, or is running")
         elif is_leftover(name):
             notes.append(f"{name}: a save that was interrupted, or is running")

@@ -397,8 +397,8 @@ MATCHES = {
     "commit: digests of the step": "digests.step",
     "commit: fsync of the step": "fsync /",
     "commit: rename, fsync of the directory": "fsync \n",
-    "removal: rename": f"rename /0{naming.REMOVED}",
-    "removal: collection": f"unlink /0{naming.REMOVED}",
+    "removal: rename": f"rename /{naming.REMOVED}",
+    "removal: collection": f"unlink /{naming.REMOVED}",
     "rollback: later steps aside": "rolled-back",
 }
 
@@ -429,8 +429,8 @@ class Outside:
         """Half of the time, adds a link in a root at a path that is removed sooner or later."""
         run = f"{random_.getrandbits(128):032x}"
         places = [
-            f"0{naming.REMOVED}{run}",
-            f"0{naming.REMOVED}{run}/1",
+            f"{naming.REMOVED}{run}",
+            f"{naming.REMOVED}{run}/1",
             f"{naming.ROLLED_BACK}/{run}",
             f"{naming.COMPACTED}/3.{run}.tmp",
             f"{naming.COMPACTED}/3.{run}.tmp/embeddings",

@@ -289,7 +289,7 @@ def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
     for subject, found, meaning, action in (
         (
             "unfinished steps",
-            [one for one in left if naming.REMOVED not in one.name],
+            [one for one in left if not one.name.startswith(naming.REMOVED)],
             "A save in flight, or an interrupted one; readers ignore it.",
             "none: the next trainer that opens the directory removes leftovers",
         ),
@@ -301,7 +301,7 @@ def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
         ),
         (
             "deleted steps",
-            [one for one in left if naming.REMOVED in one.name],
+            [one for one in left if one.name.startswith(naming.REMOVED)],
             "Retention has deleted them; their files are being removed.",
             "none: this trainer, or the next one, removes them",
         ),
