@@ -367,13 +367,14 @@ def test_an_altered_entry_is_skipped_and_reported_and_a_newer_format_is_refused(
         altered[place] ^= 4
         at.store.put(at.key, bytes(altered))
         assert at.name in told()
-    known = ledger.known.entry
+    known, elsewhere = ledger.known.entry, dataclasses.replace(one.info, step_dir="../1")
     for change, expected in (
         ({"number": 7}, "that of number 7"),
         ({"claims": ()}, "claims with ascending epochs"),
         ({"catalog": (dataclasses.replace(one, prefix="saves/2.1.aaaaaaaaaaaa"),)}, "prefix of"),
         ({"catalog": (dataclasses.replace(one, prefix="saves/../1.1.aaaaaaaa"),)}, "prefix of"),
         ({"catalog": (dataclasses.replace(one, item="a/b"),)}, "prefix of"),
+        ({"catalog": (dataclasses.replace(one, info=elsewhere),)}, "step directory 1"),
     ):
         at.store.put(at.key, entries.to_bytes(dataclasses.replace(known, **change)))
         assert expected in told()

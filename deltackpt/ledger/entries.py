@@ -341,7 +341,7 @@ def check(name: str, catalog: Iterable[CatalogEntry]) -> None:
             shown = records.shown(one.prefix)
             raise Damaged(name, f"a prefix of {one.object_key.name!r}", shown)
         if one.info.step_dir != str(one.step):
-            raise Damaged(name, f"a save of step {one.info.step_dir}", f"save id {one.save_id}")
+            raise Damaged(name, f"step directory {one.step}", records.shown(one.info.step_dir))
 
 
 def _check_logs(name: str, logs: Sequence[WalRef]) -> None:
