@@ -27,7 +27,7 @@ from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.store import store_path
 from deltackpt.tiers import cursor, replicator
 from deltackpt.tiers.cursor import Cursor, StagedSave, Trainer
-from deltackpt.tiers.staging import Orders, StagingDir
+from deltackpt.tiers.staging import Orders, StagingDir, TierProgress
 from deltackpt.tiers.uploader import (
     MOST_DELAY_SECS,
     REPORTS,
@@ -281,6 +281,16 @@ def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(t
     assert secs(1) is None
     assert 0.0 < (secs(2) or 0.0) <= MOST_DELAY_SECS
     assert secs(2, process=0) is None
+
+
+def test_a_report_under_another_claim_does_not_count(tmp_path):
+    """The uploader of the earlier trainer may still write one."""
+    stage = StagingDir(tmp_path / "stage")
+    stage.make()
+    reported = TierProgress(holder="earlier", saves=("run.1.1",), uploads=3, fenced="replaced")
+    stage.report(reported)
+    assert stage.progress("earlier") == reported
+    assert stage.progress("later") == TierProgress(holder="later")
 
 
 def two_shards(tmp_path: Path, monkeypatch) -> Any:
