@@ -27,7 +27,7 @@ from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.store import store_path
 from deltackpt.tiers import cursor, replicator
 from deltackpt.tiers.cursor import Cursor, StagedSave, Trainer
-from deltackpt.tiers.staging import Orders, StagingDir
+from deltackpt.tiers.staging import Orders, StagingDir, TierProgress
 from deltackpt.tiers.uploader import (
     MOST_DELAY_SECS,
     REPORTS,
@@ -273,13 +273,14 @@ def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(t
     assert secs(2, process=0) is None
 
 
-def test_an_uploader_without_a_journal_reports_no_entry(tmp_path):
+def test_a_report_under_another_claim_does_not_count(tmp_path):
+    """The uploader of the earlier trainer may still write one."""
     stage = StagingDir(tmp_path / "stage")
     stage.make()
-    work = Uploader(stage)
-    work._written_entry = "of the previous trainer"
-    work.report(problem="no answer")
-    assert stage.entry() is None
+    reported = TierProgress(holder="earlier", saves=("run.1.1",), uploads=3, fenced="replaced")
+    stage.report(reported)
+    assert stage.progress("earlier") == reported
+    assert stage.progress("later") == TierProgress(holder="later")
 
 
 def two_shards(tmp_path: Path, monkeypatch) -> Any:
@@ -357,4 +358,4 @@ def test_a_shard_that_arrives_during_a_poll_is_not_reported_as_missing(tmp_path,
     assert not advance(found[0])
     reports = real(ShardReports(work._uploads[found[0].key].reports._at))
     assert sorted(reports) == [0, 1] and not any(one.problem for one in reports.values())
-    assert (root / REPORTS).folders()
+    assert [key for key in root.keys() if REPORTS in key]

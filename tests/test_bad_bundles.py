@@ -84,8 +84,8 @@ def trained(tmp_path_factory) -> Iterator[Trained]:
 
 def bytes_of(holder: Any, label: BundleRef) -> bytes:
     found = bytearray(label.nbytes)
-    with holder.open(label) as reader:
-        reader.read_into(0, memoryview(found))
+    reader = holder.open(label)
+    reader.read_into(0, memoryview(found))
     return bytes(found)
 
 
@@ -122,9 +122,10 @@ def remade(body: Any, payload: bytes, key: str) -> Bundle:
 
 
 def name_of(body: dict[str, Any]) -> BundleName:
-    one = body["save_id"]
+    one, lineage = body["save_id"], body["lineage"]
     return BundleName(
-        one["run"], one["attempt"], one["step"], body["epoch"], body["generation"], body["shard"]
+        *(one["run"], one["attempt"], one["step"]),
+        *(lineage["epoch"], lineage["generation"], body["shard"]),
     )
 
 
@@ -211,7 +212,7 @@ def odd_records(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 key = name_of(other).key if BundleName.parse(name_of(other).key) else key
             yield key, other
     for depth in (500, 1000, 1020, 5000, 100_000):
-        for field in ("files", "ancestors", "unknown"):
+        for field in ("files", "lineage", "unknown"):
             other = with_files(body, {"a": digest(b"1")})
             text, deep = msgpack.packb(field), b"\x91" * depth + b"\xc0"
             packed = msgpack.packb({name: one for name, one in other.items() if name != field})
@@ -407,8 +408,8 @@ class _Peers:
     def refs(self) -> list[BundleRef]:
         return [*self._held]
 
-    def open(self, ref: BundleRef) -> contextlib.AbstractContextManager[Bundle]:
-        return contextlib.nullcontext(self._held[ref])
+    def open(self, ref: BundleRef) -> Bundle:
+        return self._held[ref]
 
 
 def test_extents_of_another_remote_directory_are_refused_although_peers_hold_saves(

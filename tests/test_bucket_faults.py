@@ -269,7 +269,7 @@ class Trainer:
             step_dir=str(step),
             nbytes=10,
         )
-        standing = CatalogEntry.from_info(info, unit, prefix, stored_bytes=2, crc32c=1)
+        standing = CatalogEntry(info=info, item=unit.item, prefix=prefix, stored_bytes=2, crc32c=1)
         try:
             self.told[step] = self.ledger.commit(standing)
         except StorageError:

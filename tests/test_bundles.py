@@ -196,7 +196,8 @@ def test_contents_record_the_moment_and_the_root(tmp_path):
     found, start = bundles.read_manifest(held, held.ref)
     assert isinstance(found, BundleManifest) and found.lineage.moment == (4, 1)
     assert found.lineage.ancestors == {"cd34": 2}
-    assert (found.root, found.holder, found.save_id) == ("s3://bucket/run", "somebody", SAVE)
+    assert (found.root, found.lineage.holder) == ("s3://bucket/run", "somebody")
+    assert found.save_id == SAVE
     assert held.ref.nbytes - start == 1
 
 

@@ -85,7 +85,7 @@ def leave(root: Path, *, age_secs: float = 1e6) -> list[str]:
     """Leaves the remains of an interrupted save, deletion and compaction."""
     names = [
         "9.orbax-checkpoint-tmp",
-        f"{naming.TRASH}/abc/7",
+        f"{naming.REMOVED}7",
         f"{naming.COMPACTED}/{naming.compaction_name('4')}",
     ]
     changed = time.time() - age_secs
@@ -129,7 +129,7 @@ def test_steps_are_removed_newest_first_and_chains_stay(root):
     assert done.kept == (3, 4)
     assert sorted(path.name for path in root.glob("[0-9]*")) == ["3", "4"]
     assert verify_root(root).intact
-    assert not list((root / naming.TRASH).iterdir())
+    assert not list(root.glob(f"*{naming.TEMPORARY}*"))
 
 
 def test_steps_that_a_compacted_base_replaces_are_removed_and_the_base_stays(root):
@@ -240,9 +240,9 @@ def test_a_compaction_under_way_is_left_alone(root):
 
 def test_a_trainer_that_starts_during_gc_keeps_the_remaining_steps(root):
     with Disk(root) as disk, pytest.raises(errors.FencedError):
-        disk.on("fsync", lambda _: Root.open(root), f"^{naming.TRASH}/", times=1)
+        disk.on("rename", lambda _: Root.open(root), naming.REMOVED, times=1)
         collect(root, retention=Retention(keep_last=1))
-    assert sorted(path.name for path in root.glob("[0-9]*")) == ["0", "1", "3", "4"]
+    assert sorted(path.name for path in root.glob("[0-9]")) == ["0", "1", "3", "4"]
     assert verify_root(root).intact
 
 

@@ -168,7 +168,7 @@ def test_a_shard_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
     assert base.head.process_count == 5 and "shards" in base.head.features
     for record in base.manifests:
         known = digests.read_item_digests(base.item_dir, record)
-        assert digests.check_files(base.item_dir, known.by_path()) == []
+        assert digests.check_files(base.item_dir, known) == []
 
 
 @pytest.mark.parametrize("savers", [1, 4])

@@ -373,9 +373,9 @@ def test_names_that_escape_a_save_are_damage(name, run, tmp_path):
     copy(run[0], spec, steps=[0])
     [record] = (tmp_path / "kv" / "saves").glob("0.*/commit.msgpack")
     found = digests.digests_from(record.read_bytes(), name="record")
-    found.files[name] = (1, 2, 3)
+    files = {**digests.without_blocks(found), name: (1, 2, 3)}
     at = buckets.locate(spec).open()
-    digest = records.to_bytes(found, digests._MAGIC)
+    digest = records.to_bytes(digests._Stored(files), digests._MAGIC)
     at.store.put(f"saves/{record.parent.name}/commit.msgpack", digest)
     ledger = Journal(at)
     ledger.resume()

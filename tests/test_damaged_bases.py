@@ -289,7 +289,8 @@ def test_steps_on_a_damaged_save_in_a_bucket_are_skipped_unread(root, run, bucke
 def test_digests_of_another_step_are_damage(tmp_path):
     """As in a backup that mixes steps: a delta's digests have no file of the dense item."""
     states = written(tmp_path, deltackpt.Dense(deltas="blocks"))
-    others = digests.Digests(stored_saves.read_save(tmp_path / "5").head.files)
+    files = stored_saves.read_save(tmp_path / "5").head.files
+    others = {name: digests.Digest(*of) for name, of in files.items()}
     (tmp_path / "3" / "digests.step.msgpack").write_bytes(digests.digests_bytes(others))
     options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as manager:

@@ -159,7 +159,7 @@ def test_a_lease_of_a_development_version_is_a_finding(root):
 _OLD_FIELDS = {
     "journal": {"catalog": "standings", "committed": "promoted"},
     "orders": {"generation": "era", "lineages": "lines"},
-    "bundle": {"generation": "era", "ancestors": "past"},
+    "bundle": {"lineage": "past"},
 }
 
 

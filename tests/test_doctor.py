@@ -256,7 +256,7 @@ def test_leftovers_are_reported_and_not_removed(tmp_path):
     left = {
         "unfinished steps": "8.orbax-checkpoint-tmp",
         "moved-aside steps": f"{naming.ROLLED_BACK}/run/7",
-        "deleted steps": f"{naming.TRASH}/0123/6",
+        "deleted steps": f"{naming.REMOVED}1",
         "unfinished compactions": f"{naming.COMPACTED}/5.{'0' * 32}.tmp",
     }
     for name in left.values():

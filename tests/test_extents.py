@@ -55,8 +55,8 @@ def opened(directory: Path, *, count: int = COUNT) -> ExtentFile:
 
 def read(held: ExtentFile, label: BundleRef) -> bytes:
     out = bytearray(label.nbytes)
-    with held.open(label) as reader:
-        reader.read_into(0, memoryview(out))
+    reader = held.open(label)
+    reader.read_into(0, memoryview(out))
     return bytes(out)
 
 
@@ -171,15 +171,15 @@ def test_any_range_can_be_read(held):
     pack = MemoryPack("run", 2 * PAYLOAD_BYTES + 100)
     held.put(pack)
     random_ = random.Random(0)
-    with held.open(pack.ref) as reader:
-        for _ in range(50):
-            start, stop = sorted(random_.choices(range(pack.ref.nbytes + 1), k=2))
-            out = bytearray(stop - start)
-            reader.read_into(start, memoryview(out))
-            assert out == pack.data[start:stop]
-        for start, nbytes in ((-1, 1), (pack.ref.nbytes, 1)):
-            with pytest.raises(ValueError, match="bytes"):
-                reader.read_into(start, memoryview(bytearray(nbytes)))
+    reader = held.open(pack.ref)
+    for _ in range(50):
+        start, stop = sorted(random_.choices(range(pack.ref.nbytes + 1), k=2))
+        out = bytearray(stop - start)
+        reader.read_into(start, memoryview(out))
+        assert out == pack.data[start:stop]
+    for start, nbytes in ((-1, 1), (pack.ref.nbytes, 1)):
+        with pytest.raises(ValueError, match="bytes"):
+            reader.read_into(start, memoryview(bytearray(nbytes)))
 
 
 def test_a_store_fsyncs_once_and_allocates_no_blocks(held, disk):
@@ -259,13 +259,13 @@ def test_a_flipped_bit_in_a_payload_is_found_when_it_is_read(tmp_path):
     held = storing(tmp_path, pack)
     flip(held.path, start_of(1) + BLOCK_BYTES + 77)
     assert held.refs() == [pack.ref]
-    with held.open(pack.ref) as reader:
-        out = bytearray(PAYLOAD_BYTES)
-        reader.read_into(0, memoryview(out))
-        assert out == pack.data[:PAYLOAD_BYTES]
-        for start in (PAYLOAD_BYTES, 2 * PAYLOAD_BYTES - 1):
-            with pytest.raises(Damaged, match="extents, extent 1: expected piece 1 of run, crc32c"):
-                reader.read_into(start, memoryview(bytearray(1)))
+    reader = held.open(pack.ref)
+    out = bytearray(PAYLOAD_BYTES)
+    reader.read_into(0, memoryview(out))
+    assert out == pack.data[:PAYLOAD_BYTES]
+    for start in (PAYLOAD_BYTES, 2 * PAYLOAD_BYTES - 1):
+        with pytest.raises(Damaged, match="extents, extent 1: expected piece 1 of run, crc32c"):
+            reader.read_into(start, memoryview(bytearray(1)))
     # A torn write and later damage cannot be distinguished here.
     holds_reopened(held)
 
@@ -493,11 +493,11 @@ def test_a_closed_file_raises(tmp_path):
 def test_a_bundle_dropped_during_a_read_is_never_read_as_another(held):
     pack = MemoryPack("run", 2 * PAYLOAD_BYTES)
     held.put(pack)
-    with held.open(pack.ref) as reader:
-        held.delete([pack.ref])
-        held.put(MemoryPack("other", 6 * PAYLOAD_BYTES))
-        with pytest.raises(Damaged):
-            reader.read_into(0, memoryview(bytearray(1)))
+    reader = held.open(pack.ref)
+    held.delete([pack.ref])
+    held.put(MemoryPack("other", 6 * PAYLOAD_BYTES))
+    with pytest.raises(Damaged):
+        reader.read_into(0, memoryview(bytearray(1)))
 
 
 def test_golden_extents_are_read(tmp_path):

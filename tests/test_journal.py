@@ -59,7 +59,7 @@ def upload(
     )
     prefix = ledger.prefix(unit)
     (at := ledger.root / prefix / "x").store.put(at.key, b"abc")
-    return CatalogEntry.from_info(info, unit, prefix, stored_bytes=3, crc32c=7)
+    return CatalogEntry(info=info, item=unit.item, prefix=prefix, stored_bytes=3, crc32c=7)
 
 
 def damage(at: StorePath, how: str) -> None:
@@ -237,7 +237,8 @@ def test_no_delta_is_committed_without_its_parent_nor_a_base_without_its_step(ro
     commit(ledger, 4, parent=third)  # The base replaces the step as a parent.
     alone = upload(ledger, 5, item="embeddings")
     ledger.commit(alone, alone=True)
-    delta = dataclasses.replace(upload(ledger, 5, parent=second), save_id=alone.save_id)
+    delta = upload(ledger, 5, parent=second)
+    assert delta.save_id == alone.save_id
     ledger.commit(delta)
     assert sorted(ledger.state().steps) == [4, 5]
 
@@ -366,13 +367,14 @@ def test_an_altered_entry_is_skipped_and_reported_and_a_newer_format_is_refused(
         altered[place] ^= 4
         at.store.put(at.key, bytes(altered))
         assert at.name in told()
-    known = ledger.known.entry
+    known, elsewhere = ledger.known.entry, dataclasses.replace(one.info, step_dir="../1")
     for change, expected in (
         ({"number": 7}, "that of number 7"),
         ({"claims": ()}, "claims with ascending epochs"),
         ({"catalog": (dataclasses.replace(one, prefix="saves/2.1.aaaaaaaaaaaa"),)}, "prefix of"),
         ({"catalog": (dataclasses.replace(one, prefix="saves/../1.1.aaaaaaaa"),)}, "prefix of"),
         ({"catalog": (dataclasses.replace(one, item="a/b"),)}, "prefix of"),
+        ({"catalog": (dataclasses.replace(one, info=elsewhere),)}, "step directory 1"),
     ):
         at.store.put(at.key, entries.to_bytes(dataclasses.replace(known, **change)))
         assert expected in told()

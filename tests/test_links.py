@@ -16,7 +16,6 @@ import pytest
 from test_compact import run_compaction
 from test_wal import options
 
-import deltackpt
 from deltackpt.errors import Damaged, DeltackptError
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveInfo
@@ -51,7 +50,7 @@ def written(tmp_path_factory) -> Path:
     run_compaction(root, 3)
     cut = f"{naming.COMPACTED}/3.{'0' * 32}.tmp/{ITEM}"
     for place in (
-        f"{naming.TRASH}/{'1' * 32}/1/{ITEM}",
+        f"{naming.REMOVED}1/{ITEM}",
         f"{naming.ROLLED_BACK}/run/7/{ITEM}",
         f"{naming.COPYING}/90/{ITEM}",
         f"{naming.COPYING}/replaced/90/{ITEM}",
@@ -96,7 +95,7 @@ def remove_everything(root: Path) -> None:
     """Runs everything that removes files from a directory."""
     with whatever_comes(), contextlib.closing(Root.open(root)) as opened:
         opened.remove_steps([1, 2])
-        opened.empty_trash()
+        opened.remove_discarded()
     with whatever_comes(), contextlib.closing(Root.open(root)) as opened:
         opened.collect()  # The compacted base, which no step needs.
         opened.roll_back(4, "another-run")
@@ -123,9 +122,10 @@ def test_everything_is_removed_without_links(written, tmp_path):
     root = Path(shutil.copytree(written, tmp_path / "root"))
     remove_everything(root)
     left = set(folders(root))
-    gone = tuple(f"{one}/" for one in (naming.TRASH, naming.ROLLED_BACK, naming.LOG))
+    gone = tuple(f"{one}/" for one in (naming.ROLLED_BACK, naming.LOG))
     assert not {one for one in left if one.startswith(gone)}
-    assert not {"1", f"8{naming.TEMPORARY}-cut", f"{naming.COPYING}/90"} & left
+    assert not {"1", f"{naming.COPYING}/90"} & left
+    assert not [one for one in left if naming.TEMPORARY in one]
 
 
 def test_no_deletion_follows_a_link_at_any_level_out_of_a_directory(written, tmp_path):
@@ -182,22 +182,6 @@ def test_no_deletion_follows_a_folder_that_becomes_a_link_during_it(tmp_path, ho
             with mock.patch.object(os, "open", opened), contextlib.suppress(OSError):
                 REMOVALS[how](root)
             assert victim.read_bytes() == b"x", (place, moment)
-
-
-def test_retention_reports_why_nothing_is_removed_through_a_link(tmp_path):
-    root = tmp_path / "root"
-    run = TrainingRun(root, options=deltackpt.ManagerOptions(max_to_keep=1))
-    outside = tree(tmp_path, "outside/any/5/file")
-    with run.open() as manager:
-        run.save()
-        (root / naming.TRASH).symlink_to(tmp_path / "outside")
-        run.save(force_base=True, wait=False)
-        with pytest.warns(UserWarning, match="deleted is a symbolic link to .*; remove the link"):
-            manager.wait_until_finished()
-        (root / naming.TRASH).unlink()
-        run.save(force_base=True)
-        assert manager.all_steps() == [3]
-    assert outside.exists()
 
 
 @pytest.mark.parametrize("place", [INCOMING, "folder"])

@@ -32,7 +32,8 @@ from deltackpt.storage.node_client import Node
 from deltackpt.storage.store import Exists, Missing, Refused, Unanswered
 from deltackpt.testing import node_process
 from deltackpt.tiers.erasure import Fragment
-from deltackpt.tiers.peers import PeerGroup, PeerNode, PeerTier
+from deltackpt.tiers.peers import PeerTier
+from deltackpt.tiers.staging import PeerGroup, PeerNode
 
 _NBYTES = 8 << 20
 

@@ -23,7 +23,8 @@ from deltackpt.errors import OptionError, StorageError
 from deltackpt.options import Copies
 from deltackpt.service import discovery, peer_agents
 from deltackpt.storage.store import Refused
-from deltackpt.tiers.peers import PeerGroup, PeerTier
+from deltackpt.tiers.peers import PeerTier
+from deltackpt.tiers.staging import PeerGroup
 
 pytestmark = [pytest.mark.processes, *IGNORED]
 

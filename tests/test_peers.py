@@ -13,12 +13,13 @@ from concurrent.futures import Future
 import pytest
 from memory_pack import MemoryPack
 
-from deltackpt.errors import Damaged, OptionError, StorageError
+from deltackpt.errors import OptionError, StorageError
 from deltackpt.storage.node_client import Node
 from deltackpt.testing import NodeProcess, node_process
 from deltackpt.tiers import erasure
 from deltackpt.tiers.erasure import Fragment
-from deltackpt.tiers.peers import PeerGroup, PeerNode, PeerTier
+from deltackpt.tiers.peers import PeerTier
+from deltackpt.tiers.staging import PeerGroup, PeerNode
 
 pytestmark = pytest.mark.processes
 
@@ -47,8 +48,8 @@ def addresses(nodes: dict[str, NodeProcess]) -> dict[str, str]:
 
 def read(held: PeerTier, pack: MemoryPack) -> bytes:
     found = bytearray(pack.ref.nbytes)
-    with held.open(pack.ref) as reader:
-        reader.read_into(0, memoryview(found))
+    reader = held.open(pack.ref)
+    reader.read_into(0, memoryview(found))
     return bytes(found)
 
 
@@ -140,12 +141,12 @@ def test_a_node_that_dies_while_a_bundle_is_read_is_replaced():
         pack = MemoryPack("save", 3 * SEGMENT)
         held.put(pack)
         out = bytearray(pack.ref.nbytes)
-        with held.open(pack.ref) as reader:
-            reader.read_into(0, memoryview(out)[:100])
-            first = nodes[held._in_order(pack.ref)[0]].process
-            first.send_signal(signal.SIGKILL)
-            first.wait()
-            reader.read_into(100, memoryview(out)[100:])
+        reader = held.open(pack.ref)
+        reader.read_into(0, memoryview(out)[:100])
+        first = nodes[held._in_order(pack.ref)[0]].process
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        reader.read_into(100, memoryview(out)[100:])
         assert out == pack.data
 
 
@@ -198,14 +199,8 @@ def test_a_silent_node_has_one_probe_at_a_time_and_another_if_none_could_start(m
                 assert len(begun) == 2
 
 
-def test_the_token_is_not_shown_and_round_trips_through_its_record():
-    found = peer_group({"n0": "127.0.0.1:2"}, 2, 1)
-    assert TOKEN not in repr(found)
-    assert PeerGroup.from_bytes(found.to_bytes()) == found
-    damaged = bytearray(found.to_bytes())
-    damaged[-1] ^= 1
-    with pytest.raises(Damaged):
-        PeerGroup.from_bytes(bytes(damaged))
+def test_the_token_is_not_shown():
+    assert TOKEN not in repr(peer_group({"n0": "127.0.0.1:2"}, 2, 1))
 
 
 def test_too_few_nodes_are_refused_with_the_number_needed():

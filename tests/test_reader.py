@@ -26,7 +26,6 @@ from deltackpt.reading import chains, inventory, reader, shard_arrays, stored_sa
 from deltackpt.reading.wal_records import segment_of
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests
-from deltackpt.storage.digests import Digests
 from deltackpt.storage.posix import DirectFile
 from deltackpt.storage.store import FileStore, StorePath
 from deltackpt.testing import MemoryStore
@@ -107,7 +106,7 @@ def put_base(item: StorePath, values: np.ndarray, scratch: Path, chunk: int) -> 
     """Puts the Zarr array of a base; returns the fields of its manifest that depend on it."""
     entry, found = put_array(item, "g0.0", "values", values, scratch, chunk)
     at = item / naming.digests_name(0)
-    data = digests.digests_bytes(Digests.from_files(found))
+    data = digests.digests_bytes(found)
     at.store.put(at.key, data)
     segment = Segment(
         name="g0.0",

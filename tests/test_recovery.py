@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 
-from deltackpt.format.manifest import SaveId
+from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.ledger.entries import CatalogEntry, Entry, LeaseClaim, State
 from deltackpt.ledger.lease import Lease
 from deltackpt.tiers import startup
@@ -95,11 +95,8 @@ class History:
         self.packs.append(
             BundleManifest(
                 save_id=save_id,
-                epoch=self.moment[0],
-                generation=self.generation,
-                ancestors=self.begun.ancestors,
+                lineage=self.begun,
                 root="s3://bucket/run",
-                holder=self.claims[-1].lease.holder,
                 shard=0,
                 shards=1,
                 files={},
@@ -207,8 +204,8 @@ def test_bundles_of_another_root_under_the_url_do_not_count():
 
 def test_an_existing_staging_directory_shows_that_training_rolled_back():
     pack = one_pack()
-    later = RunLineage(run="later", epoch=1, holder=pack.holder, generation=1, ancestors={})
-    state = state_of(claim(1, pack.holder, began=True))
+    later = RunLineage(run="later", epoch=1, holder=pack.lineage.holder, generation=1, ancestors={})
+    state = state_of(claim(1, pack.lineage.holder, began=True))
     why = why_stale(pack, state, [pack.lineage, later])
     assert why is not None and "generation 1" in why
     after = dataclasses.replace(later, ancestors={pack.save_id.run: pack.save_id.attempt})
@@ -218,7 +215,7 @@ def test_an_existing_staging_directory_shows_that_training_rolled_back():
 def test_an_upload_after_a_rollback_supersedes_saves_of_earlier_trainers():
     pack = one_pack()
     later = claim(2, "next", began=True, resumed_from=pack.save_id)
-    first = claim(1, pack.holder, began=True)
+    first = claim(1, pack.lineage.holder, began=True)
     for generations, is_stale in [(0, False), (1, False), (2, True)]:
         state = state_of(first, dataclasses.replace(later, generations=generations))
         assert (why_stale(pack, state, [pack.lineage]) is not None) == is_stale
@@ -226,24 +223,29 @@ def test_an_upload_after_a_rollback_supersedes_saves_of_earlier_trainers():
 
 def test_the_lineage_of_a_fenced_run_is_ignored():
     pack = one_pack()
-    fenced = RunLineage(run="fenced", epoch=1, holder=pack.holder, generation=1, ancestors={})
-    state = state_of(claim(1, pack.holder), claim(2, "next", began=True, resumed_from=pack.save_id))
+    fenced = RunLineage(
+        run="fenced", epoch=1, holder=pack.lineage.holder, generation=1, ancestors={}
+    )
+    state = state_of(
+        claim(1, pack.lineage.holder), claim(2, "next", began=True, resumed_from=pack.save_id)
+    )
     assert why_stale(pack, state, [pack.lineage, fenced]) is None
 
 
 def test_rolled_back_steps_at_the_root_are_named():
-    pack = one_pack(
-        save_id=SaveId("new", 2, 1), epoch=1, generation=1, ancestors={"old": 2}, holder="somebody"
-    )
+    lineage = RunLineage(run="new", epoch=1, generation=1, ancestors={"old": 2}, holder="somebody")
+    pack = one_pack(save_id=SaveId("new", 2, 1), lineage=lineage)
     old = [
         CatalogEntry(
-            step=step,
+            info=SaveInfo(
+                save_id=SaveId("old", step, step + 1),
+                kind="base",
+                parent=None,
+                step_dir=str(step),
+                nbytes=1,
+            ),
             item=None,
             prefix=f"saves/{step}.1.0123456789abcdef",
-            save_id=SaveId("old", step, step + 1),
-            kind="base",
-            parent=None,
-            nbytes=1,
             stored_bytes=1,
             crc32c=0,
         )
@@ -254,7 +256,7 @@ def test_rolled_back_steps_at_the_root_are_named():
         2,
         3,
     }
-    onwards = dataclasses.replace(pack, ancestors={"old": 4})
+    onwards = dataclasses.replace(pack, lineage=dataclasses.replace(lineage, ancestors={"old": 4}))
     assert startup.unfinished_rollback([onwards], state, [onwards.lineage]) == ()
     after = RunLineage(run="old", epoch=1, holder="somebody", generation=2, ancestors={"new": 1})
     assert startup.unfinished_rollback([pack], state, [pack.lineage, after]) == ()

@@ -452,27 +452,26 @@ def test_a_step_number_saved_again_after_a_rollback_is_read_again(tmp_path):
 
 
 def test_leftovers_of_interrupted_saves_and_deletions_are_removed_at_open(tmp_path):
-    for name in ("5.orbax-checkpoint-tmp", "deleted/3", "deleted/abc/4", "4"):
+    other = f"copy of {naming.REMOVED}1"
+    for name in ("5.orbax-checkpoint-tmp", f"{naming.REMOVED}1", "4", other):
         piece = tmp_path / name / "embeddings" / "shard.0"
         piece.mkdir(parents=True)
         (piece / "chunk").write_bytes(b"bytes")
     opened = Root.open(tmp_path)
     assert opened.steps() == [4]
-    assert not (tmp_path / "5.orbax-checkpoint-tmp").exists()
-    assert list((tmp_path / naming.TRASH).iterdir()) == []
+    assert [path.name for path in tmp_path.glob(f"*{naming.TEMPORARY}*")] == [other]
     opened.close()
+    assert (tmp_path / other / "embeddings" / "shard.0" / "chunk").exists()
 
 
 def test_renames_of_removals_are_durable_before_anything_is_deleted(tmp_path, opened):
-    removed = tmp_path / opened.new_trash() / "8"
-    removed.mkdir(parents=True)
+    removed = tmp_path / f"{naming.REMOVED}1"
+    removed.mkdir()
     with Disk(tmp_path) as disk:
-        opened.empty_trash()
-    synced = (removed.parent, removed.parent.parent, tmp_path)
-    assert [(call.name, call.path) for call in disk.calls[:3]] == [
-        ("fsync", str(path)) for path in synced
-    ]
-    assert disk.calls[3].name != "fsync" and disk.calls[3].path == str(removed)
+        opened.remove_discarded()
+    first, second = disk.calls[:2]
+    assert (first.name, first.path) == ("fsync", str(tmp_path))
+    assert second.name != "fsync" and second.path == str(removed)
 
 
 def test_a_foreign_folder_beside_compacted_bases_is_ignored(tmp_path):
@@ -500,9 +499,9 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
         for step in range(1, 13):
             model.commit(manager, step, state, touched=touched)
             # Background removal may take long on a busy machine.
-            while len(list((tmp_path / naming.TRASH).glob("*"))) > 2:
+            while len(list(tmp_path.glob(f"{naming.REMOVED}*"))) > 2:
                 time.sleep(0.01)
-    assert list((tmp_path / naming.TRASH).iterdir()) == []
+    assert not [*tmp_path.glob(f"*{naming.TEMPORARY}*")]
 
 
 def refuse(call: object) -> None:
@@ -528,15 +527,12 @@ def test_a_compacted_base_is_removed_on_a_disk_without_room_for_another_folder(t
         assert not [name for name in os.listdir(tmp_path) if naming.TEMPORARY in name]
 
 
-def test_a_folder_that_another_trainer_has_emptied_does_not_stop_a_removal(
-    tmp_path, opened, monkeypatch
-):
-    removed = opened.new_trash() / "8"
-    removed.mkdir(parents=True)
-    listed = [opened.new_trash() / "7", removed]
-    monkeypatch.setattr(opened, "_trash", lambda: listed)
-    opened.empty_trash()
-    assert not removed.parent.exists()
+def test_what_another_trainer_has_deleted_does_not_stop_a_removal(tmp_path, opened, monkeypatch):
+    gone, removed = (tmp_path / f"{naming.REMOVED}{number}" for number in range(2))
+    removed.mkdir()
+    monkeypatch.setattr(opened, "_discarded", lambda: [gone, removed])
+    opened.remove_discarded()
+    assert not removed.exists()
 
 
 def test_a_step_is_deleted_on_a_disk_without_room_for_another_folder(tmp_path):
@@ -579,7 +575,8 @@ def test_a_path_with_a_nul_character_is_refused(where):
 def test_a_failed_collection_is_raised_by_close_which_closes_the_directory(
     tmp_path, monkeypatch, opened
 ):
-    monkeypatch.setattr(Root, "empty_trash", mock.Mock(side_effect=RuntimeError("broken")))
+    monkeypatch.setattr(Root, "remove_discarded", mock.Mock(side_effect=RuntimeError("broken")))
+    (tmp_path / f"{naming.REMOVED}1").mkdir()
     opened.collect()
     with pytest.raises(RuntimeError, match="broken"):
         opened.close()
@@ -593,4 +590,4 @@ def test_removed_steps_are_deleted_if_what_precedes_that_fails(tmp_path, opened)
     opened.collect(before=mock.Mock(side_effect=errors.OutOfSpace("full")))
     with pytest.raises(errors.OutOfSpace, match="full"):
         opened.close()
-    assert list((tmp_path / naming.TRASH).glob("*/*")) == []
+    assert not [*tmp_path.glob(f"*{naming.TEMPORARY}*")]

@@ -742,10 +742,10 @@ def test_the_deletion_of_a_step_that_was_never_uploaded_ends_in_an_outage(breaka
         eventually(lambda: one.root() == [0], "the first save came to the root")
         breakable.end()
         one.saves(manager, 1)
-        eventually(lambda: staged(manager).read_progress().problem is not None, "it is noticed")
+        eventually(lambda: staged(manager).progress().problem is not None, "it is noticed")
         manager.delete(1)
         eventually(lambda: not staged(manager)._is_deleting(), "there is nothing to delete")
-        assert staged(manager).read_progress().problem is not None
+        assert staged(manager).progress().problem is not None
         breakable.start()
         one.saves(manager, 2)
         eventually(lambda: one.root() == [0, 2], "the next save came to the root")

@@ -28,9 +28,9 @@ from deltackpt.service import discovery
 from deltackpt.tiers import Copies, Erasure, Extents
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.peer_push import Pusher
-from deltackpt.tiers.peers import PeerGroup, PeerNode, PeerTier
+from deltackpt.tiers.peers import PeerTier
 from deltackpt.tiers.replicator import ReplicatorProcess
-from deltackpt.tiers.staging import StagingDir
+from deltackpt.tiers.staging import PeerGroup, PeerNode, StagingDir
 
 __all__ = ["s3"]
 
@@ -137,7 +137,9 @@ class NodeWithPeers(Node):
             return self.resumed(step, steps, **more)
 
     def group(self) -> PeerGroup:
-        return PeerGroup.from_bytes(self.stage.peers())
+        orders = self.stage.orders()
+        assert orders is not None and orders.peers is not None
+        return orders.peers
 
 
 @pytest.fixture
@@ -336,12 +338,11 @@ def test_the_peer_token_is_readable_only_by_the_trainers_user(node, cluster):
     one = node()
     with one.manager() as manager:
         one.saves(manager, 0)
-        path = one.stage.path / "peers.msgpack"
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        token = PeerGroup.from_bytes(path.read_bytes()).token
-        for other in one.stage.path.rglob("*"):
-            if other.is_file() and other != path:
-                assert token.encode() not in other.read_bytes()
+        token = one.group().token
+        files = [path for path in one.stage.path.rglob("*") if path.is_file()]
+        holding = [path for path in files if token.encode() in path.read_bytes()]
+        assert {path.name.partition(".")[0] for path in holding} == {"orders", "starting"}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in holding} == {0o600}
         assert token not in repr(one.group())
 
 

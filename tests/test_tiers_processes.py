@@ -391,7 +391,7 @@ def test_a_bucket_outage_delays_uploads_on_every_node_and_no_save(nodes, policy)
         stage = StagingDir(nodes.stage(number))
         orders = stage.orders()
         assert orders is not None
-        return max(stage.progress(orders.holder).committed.values(), default=0)
+        return max(stage.progress(orders.holder).entry.committed.values(), default=0)
 
     with nodes.job() as job:
         nodes.open(job, policy, wait_for="staging")
@@ -412,7 +412,7 @@ def test_a_bucket_outage_delays_uploads_on_every_node_and_no_save(nodes, policy)
     wait_until(lambda: not any(uploaders(nodes.stage(n)) for n in range(2)), "uploaders end")
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
     view = JournalView(buckets.locate(nodes.url, endpoint=nodes.bucket.endpoint).open())
-    assert not (view.root / "shard-reports").keys()
+    assert not [key for key in view.root.keys() if "shard-reports" in key]
 
 
 def test_damage_in_a_shared_staging_directory_is_reported_to_all_processes(nodes):

@@ -154,10 +154,8 @@ def fill(patch: pytest.MonkeyPatch, one: Node) -> None:
 def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(
     one, alone, monkeypatch, reported
 ):
-    trash = one.stage.steps / naming.TRASH
-
     def free_bytes(_: Path) -> int:
-        used = one.local() + [step for folder in trash.glob("*") for step in folder.glob("*")]
+        used = [*one.local(), *one.stage.steps.glob(f"{naming.REMOVED}*")]
         return 0 if len(used) >= 3 else 1 << 40
 
     def is_saved() -> bool:
@@ -209,7 +207,7 @@ def test_a_removed_shard_that_waits_for_its_upload_is_ordered_once_and_not_liste
         assert one.local() == [1, 2, 3, 4, 5]
         upload_all(one)
         assert one.root() == [5]
-        staged(manager).read_progress()
+        staged(manager).progress()
         assert manager.all_steps() == [5]
 
 
@@ -320,8 +318,8 @@ def test_uploads_whose_commits_get_no_answer_are_reported_once(one, alone, monke
     upload_all(one)
     assert one.root() == [1, 2, 3]
     uploads = one.stage.progress(one.stage.orders().holder).recent
-    assert [upload.save_id.step for upload in uploads] == [1, 2, 3]
-    assert all(upload.nbytes > 0 and upload.objects > 2 for upload in uploads)
+    assert [upload.step for upload in uploads] == [1, 2, 3]
+    assert all(upload.bytes_sent > 0 and upload.objects > 2 for upload in uploads)
 
 
 def test_uploaded_files_of_a_rolled_back_save_are_swept(one, alone, monkeypatch):

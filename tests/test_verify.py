@@ -243,7 +243,7 @@ def change_records(path: Path, change: Callable[[manifest.Manifest], manifest.Ma
         return
     digests = integrity.read_digests(step_dir / naming.STEP_DIGESTS)
     name = path.relative_to(step_dir).as_posix()
-    digests.files[name] = integrity.digest_file(path)[:3]
+    digests[name] = integrity.digest_file(path)
     (step_dir / naming.STEP_DIGESTS).write_bytes(integrity.digests_bytes(digests))
 
 
@@ -352,14 +352,19 @@ def test_a_compacted_base_replaces_a_removed_chain(copied):
 def test_leftovers_are_notes_and_an_unsigned_claim_is_not(copied):
     root = copied("lossless")
     (root / "9.orbax-checkpoint-tmp").mkdir()
-    (root / "deleted" / "abc" / "1").mkdir(parents=True)
+    (root / f"{naming.REMOVED}1").mkdir()
     (root / "compacted" / naming.compaction_name("3")).mkdir()
     (root / "notes.txt").write_text("somebody's")
     (root / naming.lease_name(99)).touch()
     report = verify_root(root)
     assert report.intact
     text = "\n".join(report.notes)
-    for piece in ("9.orbax", "deleted/", "compaction that was interrupted", "notes.txt"):
+    for piece in (
+        "9.orbax",
+        "deletion that was interrupted",
+        "compaction that was interrupted",
+        "notes.txt",
+    ):
         assert piece in text
     assert naming.lease_name(99) not in text and report.problems == ()
 
@@ -380,10 +385,8 @@ def test_steps_removed_during_verification_are_not_damage(tmp_path, monkeypatch)
 
     def checked(directory: StorePath, *args, **kwargs):
         if directory.name == "1" and (tmp_path / "1").exists():
-            trash = tmp_path / naming.TRASH / "x"
-            trash.mkdir(parents=True)
             for step in ("2", "1", "0"):
-                os.rename(tmp_path / step, trash / step)
+                os.rename(tmp_path / step, tmp_path / f"{naming.REMOVED}{step}")
         return real(directory, *args, **kwargs)
 
     monkeypatch.setattr(integrity, "check_files", checked)
@@ -418,15 +421,14 @@ def test_a_save_that_is_replaced_while_ids_are_read_is_not_damage(tmp_path):
 
 
 def test_a_base_that_retention_is_removing_is_not_damage(tmp_path, monkeypatch):
-    """Its item is already in the trash, but its folder still exists."""
+    """Its item is already renamed, but its folder still exists."""
     write_chain(tmp_path, 2)
     run_compaction(tmp_path, 1)
     real = inventory.read_inventory
 
     def removing(folder: StorePath, item: str, **kwargs):
         if folder.parent.name == naming.COMPACTED and (folder / item).exists():
-            (tmp_path / naming.TRASH / "x").mkdir(parents=True)
-            os.rename(folder / item, tmp_path / naming.TRASH / "x" / "1")
+            os.rename(folder / item, tmp_path / f"{naming.REMOVED}1")
         return real(folder, item, **kwargs)
 
     monkeypatch.setattr(inventory, "read_inventory", removing)

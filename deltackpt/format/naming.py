@@ -72,8 +72,8 @@ _STEP_FILES = (STEP_DIGESTS, STEP_METADATA, COMMIT_SUCCESS)
 TEMPORARY = ".orbax-checkpoint-tmp"
 #: Moved-aside steps of a rolled-back run, beside the steps.
 ROLLED_BACK = "rolled-back"
-#: Steps that are being deleted: renamed here first, then emptied.
-TRASH = "deleted"
+#: Start of the names of what is being deleted: it is renamed first.
+REMOVED = f"0{TEMPORARY}-removed-"
 #: Compacted bases, next to the steps that they replace.
 COMPACTED = "compacted"
 COMPACTION_LOCK = "lock"

@@ -239,7 +239,7 @@ class CommittedStore(ReadOnlyStore):
         crc32c = google_crc32c.value(data)
         if known is not None and known.prefix == prefix and known.crc32c != crc32c:
             raise Damaged(at.shown(), f"crc32c {known.crc32c:08x}", f"crc32c {crc32c:08x}")
-        found = digests.digests_from(data, name=at.shown()).by_path()
+        found = digests.digests_from(data, name=at.shown())
         segmented = [name for name, digest in found.items() if digest.length > SEGMENT_BYTES]
         return _Unit(prefix, found, segmented)
 

@@ -143,8 +143,7 @@ class Root(Steps):
                 root._lease.sign()
             except OutOfSpace:
                 # ``confirm`` removes leftovers, which may fill the file system, and tries again.
-                found = posix.listing(path)
-                if naming.TRASH not in found and not any(map(is_leftover, found)):
+                if not any(map(is_leftover, posix.listing(path))):
                     raise
             if confirmed:
                 root._confirm(root._lease)
@@ -275,63 +274,44 @@ class Root(Steps):
         """
         if self._lease is None or not self._lease.is_newest():
             return
-        for name in posix.listing(self.path):
-            if is_leftover(name):
-                # Never committed, so never read; removing it in place works on a full disk.
-                self._dir.remove(self.path / name)
-        self.empty_trash()
-        for emptied in self._dir.entries(self.path / naming.TRASH):
-            self._dir.remove(emptied)
+        self.remove_discarded()
+        for name in filter(is_leftover, posix.listing(self.path)):
+            # Never committed, so never read.
+            self._dir.remove(self.path / name)
 
     def remove_steps(self, steps: Collection[int]) -> None:
         """Removes committed steps; no remaining step may need one of them.
 
         Renames them, newest first, so that what remains restores.
         """
-        if self._lease is None or not steps:
+        if self._lease is None:
             return
-        trash, unsynced = self.new_trash(), DurableDir(self.path, fsync=False)
         with contextlib.suppress(FencedError):  # The next commit reports it.
             for step in sorted(steps, reverse=True):
                 # A trainer that has lost the lease must not remove its successor's steps.
                 self.check_lease()
                 if self.step_dir(step).is_dir():
-                    self._discard(unsynced, self.step_dir(step), trash / str(step))
+                    self.discard(self.step_dir(step), fsync=False)
                     with self._lock:
                         self._known.pop(str(step), None)  # Its number may be used again.
 
-    def _discard(self, directory: DurableDir, committed: Path, target: Path) -> None:
-        """Renames a step or base into the trash; deletes it if the disk has no room for that."""
-        try:
-            directory.publish(committed, target)
-        except OutOfSpace:
-            removed = f"{target.name}{naming.TEMPORARY}-removed-{uuid.uuid4().hex}"
-            self._dir.publish(committed, self.path / removed)
-            self._dir.remove(self.path / removed)  # After a kill, the next start removes the rest.
+    def discard(self, committed: Path, *, fsync: bool = True) -> None:
+        """Renames what is to be removed; ``remove_discarded`` deletes it. Needs no room."""
+        renamed = self.path / f"{naming.REMOVED}{uuid.uuid4().hex}"
+        DurableDir(self.path, fsync=fsync).publish(committed, renamed)
 
-    def new_trash(self) -> Path:
-        """Returns a new folder to which removed steps are renamed."""
-        return self.path / naming.TRASH / uuid.uuid4().hex
-
-    def empty_trash(self) -> None:
-        """Deletes renamed steps; fsyncs the renames first, so a power cut leaves none in part."""
-        removed = self._trash()
-        if removed:
-            with posix.typed_errors(self.path / naming.TRASH, "force to disk"):
-                for folder in {entry.parent for entry in removed}:
-                    with contextlib.suppress(FileNotFoundError):  # Another trainer emptied it.
-                        fsync_path(folder)
-                fsync_path(self.path / naming.TRASH)
+    def remove_discarded(self) -> None:
+        """Deletes what was renamed; fsyncs that first, so a power cut leaves no step in part."""
+        if discarded := self._discarded():
+            with posix.typed_errors(self.path, "force to disk"):
                 fsync_path(self.path)
-        for entry in removed:
-            self._dir.remove(entry)
-        for folder in {entry.parent for entry in removed}:
-            self._dir.remove_empty(folder)
+        for path in discarded:
+            self._dir.remove(path)
 
-    def _trash(self) -> list[Path]:
-        """The steps that were renamed for deletion."""
-        folders = self._dir.entries(self.path / naming.TRASH)
-        return [entry for folder in folders for entry in self._dir.entries(folder)]
+    def _discarded(self) -> list[Path]:
+        # None if the directory was moved or removed.
+        found = self._dir.entries(self.path)
+        return [path for path in found if path.name.startswith(naming.REMOVED)]
 
     def collect(
         self,
@@ -358,14 +338,13 @@ class Root(Steps):
 
     def _collect_own(self, protected: Callable[[], frozenset[SaveId]]) -> None:
         with contextlib.suppress(FencedError):  # The next save reports it.
-            trash = self.new_trash()
             for name in self._unneeded_bases(protected):
                 self.check_lease()
                 base = naming.compacted_dir(self.path / name, self.item)
-                self._discard(self._dir, base, trash / name)
+                self.discard(base)
                 self._dir.remove_empty(base.parent)  # Unless another item has a base.
-        if self._trash() and self._lease is not None and self._lease.is_newest():
-            self.empty_trash()
+        if self._discarded() and self._lease is not None and self._lease.is_newest():
+            self.remove_discarded()
 
     def _unneeded_bases(self, protected: Callable[[], frozenset[SaveId]]) -> list[str]:
         """Returns the steps whose compacted bases no chain uses; none if a save is unreadable."""
@@ -389,7 +368,7 @@ class Root(Steps):
             if self._lease is not None:
                 with contextlib.suppress(FencedError):
                     self.check_lease()
-                    self.empty_trash()
+                    self.remove_discarded()
         finally:
             with contextlib.ExitStack() as stack:
                 if self._lease is not None:
@@ -440,7 +419,7 @@ def is_leftover(name: str) -> bool:
 
 def is_known(name: str) -> bool:
     """Returns whether deltackpt, Orbax or mkfs creates such a name in a checkpoint directory."""
-    own = (naming.ROLLED_BACK, naming.TRASH, naming.COMPACTED, naming.KEPT, naming.STEP_METADATA)
+    own = (naming.ROLLED_BACK, naming.COMPACTED, naming.KEPT, naming.STEP_METADATA)
     return (
         name in (*own, "lost+found")
         or naming.lease_epoch(name) is not None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from deltackpt.errors import Damaged
 from deltackpt.format import naming, records
-from deltackpt.format.manifest import Kind, ParentRef, SaveId, SaveInfo
+from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.ledger.lease import Lease
 
 ENTRY_MAGIC = "deltackpt.journal.entry"
@@ -99,48 +99,26 @@ def copied_name(name: str) -> str | None:
 class CatalogEntry:
     """A committed step or compacted base."""
 
-    step: int
+    info: SaveInfo  # a base has the save id of its step
     item: str | None  # for a base, the item that it belongs to; None for a step
     prefix: str  # of its files, below the root
-    save_id: SaveId  # a base has that of its step
-    kind: Kind
-    parent: ParentRef | None
-    nbytes: int  # size of its arrays
     stored_bytes: int  # total size of its files
     crc32c: int  # of its ``commit.msgpack``
+
+    @property
+    def save_id(self) -> SaveId:
+        """Its save."""
+        return self.info.save_id
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.info.save_id.step
 
     @property
     def object_key(self) -> ObjectKey:
         """Its unit."""
         return ObjectKey(self.step, self.item)
-
-    @functools.cached_property
-    def info(self) -> SaveInfo:
-        """Its entry in the chain."""
-        return SaveInfo(
-            save_id=self.save_id,
-            kind=self.kind,
-            parent=self.parent,
-            step_dir=str(self.step),
-            nbytes=self.nbytes,
-        )
-
-    @classmethod
-    def from_info(
-        cls, info: SaveInfo, unit: ObjectKey, prefix: str, *, stored_bytes: int, crc32c: int
-    ) -> CatalogEntry:
-        """Returns the record of a save whose files are under a prefix."""
-        return cls(
-            step=unit.step,
-            item=unit.item,
-            prefix=prefix,
-            save_id=info.save_id,
-            kind=info.kind,
-            parent=info.parent,
-            nbytes=info.nbytes,
-            stored_bytes=stored_bytes,
-            crc32c=crc32c,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -322,13 +300,18 @@ def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
     )
     if number is not None and found.number != number:
         raise Damaged(name, f"the entry with number {number}", f"that of number {found.number}")
+    check_entry(found, name)
+    return found
+
+
+def check_entry(found: Entry, name: str) -> None:
+    """Raises Damaged if an entry is inconsistent."""
     epochs = [claim.lease.epoch for claim in found.claims]
     if not epochs or epochs != sorted(set(epochs)) or not found.nonce:
         raise Damaged(name, "a nonce and claims with ascending epochs", f"epochs {epochs[-5:]}")
     check(name, found.catalog)
     check(name, (one.entry for one in found.rolled_back))
     _check_logs(name, found.logs)
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,8 +340,8 @@ def check(name: str, catalog: Iterable[CatalogEntry]) -> None:
         ):
             shown = records.shown(one.prefix)
             raise Damaged(name, f"a prefix of {one.object_key.name!r}", shown)
-        if one.save_id.step != one.step:
-            raise Damaged(name, f"a save of step {one.step}", f"save id {one.save_id}")
+        if one.info.step_dir != str(one.step):
+            raise Damaged(name, f"step directory {one.step}", records.shown(one.info.step_dir))
 
 
 def _check_logs(name: str, logs: Sequence[WalRef]) -> None:

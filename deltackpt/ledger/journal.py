@@ -284,7 +284,7 @@ class Journal(JournalView):
         return state.catalog.get(unit, added)
 
     def _require_parent(self, state: State, added: CatalogEntry, *, alone: bool) -> None:
-        parent = added.parent
+        parent = added.info.parent
         if added.item is not None:
             of = state.steps.get(added.step)
             if not alone and (of is None or of.save_id != added.save_id):
@@ -481,7 +481,7 @@ class Journal(JournalView):
                 state, fresh = self.state(), True
 
     def _in_force(self, entry: Entry) -> State:
-        state = self._adopt(entry)
+        state = self.learn(entry)
         self._stale = False
         # Anything else that was sent under this number, or an earlier one, has lost.
         self._sent = {one: number for one, number in self._sent.items() if number > entry.number}

@@ -36,7 +36,7 @@ from deltackpt.ledger.entries import COMMIT, CatalogEntry, ObjectKey
 from deltackpt.ledger.journal import Journal
 from deltackpt.resources.runtime import Pace, Runtime
 from deltackpt.storage import digests
-from deltackpt.storage.digests import Digest, Digests
+from deltackpt.storage.digests import Digest
 from deltackpt.storage.store import StorePath
 
 #: Concurrent files: enough to hide the latency of a service.
@@ -110,12 +110,15 @@ def send(
 
 def describe(unit: Unit, root: StorePath, prefix: str) -> CatalogEntry:
     """Uploads the digests of a unit's files, which are below a prefix; returns what to commit."""
-    record = digests.digests_bytes(Digests.from_files(unit.files))
+    record = digests.digests_bytes(unit.files)
     to = root / prefix / COMMIT
     to.store.put(to.key, record)
-    crc32c = google_crc32c.value(record)
-    return CatalogEntry.from_info(
-        unit.info, unit.key, prefix, stored_bytes=unit.nbytes, crc32c=crc32c
+    return CatalogEntry(
+        info=unit.info,
+        item=unit.key.item,
+        prefix=prefix,
+        stored_bytes=unit.nbytes,
+        crc32c=google_crc32c.value(record),
     )
 
 

@@ -119,7 +119,7 @@ class JournalView:
             # ``is_same``: a missing object is lost, since nothing came after it.
             found = None if number in self._lost else self._readable(number, listed, is_same)
             if found is not None:
-                state = self._adopt(found, listed)
+                state = self.learn(found, listed)
                 if lost:
                     self._scan_for_saves(state)
                 return state
@@ -202,12 +202,8 @@ class JournalView:
             if prefix not in state.prefixes and epoch >= state.epoch:
                 self._lost_saves[step] = problem
 
-    def learn(self, data: bytes, name: str) -> State:
-        """Adopts an entry that another process has read; sends no request."""
-        return self._adopt(entries.entry_from(data, name=name, number=None))
-
-    def _adopt(self, entry: Entry, listed: _Listed | None = None) -> State:
-        """Adopts an entry as the newest, unless a newer one is known."""
+    def learn(self, entry: Entry, listed: _Listed | None = None) -> State:
+        """Adopts an entry as the newest, unless a newer one is known; sends no request."""
         with self._lock:
             if listed is not None:
                 self._copies |= listed.copies

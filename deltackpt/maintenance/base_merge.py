@@ -113,7 +113,7 @@ def written_shard(plan: CompactionPlan, number: int) -> WrittenShard | None:
     record = manifest.from_bytes(data, name=posix.object_name(path))
     held = digests.read_item_digests(folder, record)
     nbytes = len(data) + (folder / naming.digests_name(number)).stat().st_size
-    nbytes += sum(length for length, _, _ in held.files.values())
+    nbytes += sum(digest.length for digest in held.values())
     return WrittenShard(dataclasses.replace(record, shards=()), nbytes, google_crc32c.value(data))
 
 

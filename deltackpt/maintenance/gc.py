@@ -183,7 +183,7 @@ class _Directory:
             found = find()
             for removable in found.removable:
                 self._remove(removable)
-            self.steps.empty_trash()
+            self.steps.remove_discarded()
             with posix.typed_errors(path, "remove what is empty"):
                 _remove_empty(path)
         return found
@@ -198,7 +198,7 @@ class _Directory:
             )
         else:
             # Renamed durably, so that it is complete or gone under its name.
-            DurableDir(self.steps.path).publish(source, self.steps.new_trash() / source.name)
+            self.steps.discard(source)
 
 
 class _Bucket:
@@ -270,20 +270,18 @@ def exclusive(path: Path) -> Iterator[None]:
 
 def _remove_empty(path: Path) -> None:
     directory = DurableDir(path)
-    for place in (naming.COMPACTED, naming.TRASH):
-        for folder in directory.entries(path / place):
-            directory.remove_empty(folder)  # Not empty if another item has a base.
+    for folder in directory.entries(path / naming.COMPACTED):
+        directory.remove_empty(folder)  # Not empty if another item has a base.
 
 
 def _cut(at: StorePath) -> Iterator[Removable]:
     """Leftovers of interrupted saves, deletions and compactions."""
     for name in sorted(os.listdir(at)):
-        if is_leftover(name):
+        if name.startswith(naming.REMOVED):
+            yield removable_at(at / name, "interrupted deletion", "it was being deleted")
+        elif is_leftover(name):
             yield removable_at(at / name, "interrupted save", "never committed")
-    trash, bases = at / naming.TRASH, at / naming.COMPACTED
-    for folder in (trash / one for one in trash.folders()):
-        for name in folder.folders():
-            yield removable_at(folder / name, "interrupted deletion", "it was being deleted")
+    bases = at / naming.COMPACTED
     for name in filter(naming.is_compaction, bases.folders()):
         yield removable_at(bases / name, "interrupted compaction", "never published")
 

@@ -434,13 +434,14 @@ def _outside(path: Path) -> tuple[list[Problem], list[str]]:
                 for entry in _listing(path / name)
                 if naming.is_compaction(entry)
             ]
-        elif name in (naming.TRASH, naming.ROLLED_BACK):
-            what = "deleted steps" if name == naming.TRASH else "rolled-back steps"
+        elif name == naming.ROLLED_BACK:
             found = sum(len(_listing(path / name / run)) for run in _listing(path / name))
             if found:
-                notes.append(f"{name}/: {found} {what}, not verified")
+                notes.append(f"{name}/: {found} rolled-back steps, not verified")
         elif name == naming.COPYING:
             notes.append(f"{name}/: a copy that was interrupted, or is running")
+        elif name.startswith(naming.REMOVED):
+            notes.append(f"{name}: a deletion that was interrupted, or is running")
         elif is_leftover(name):
             notes.append(f"{name}: a save that was interrupted, or is running")
         elif name != naming.LOG and not is_known(name):

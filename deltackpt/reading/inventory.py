@@ -15,7 +15,7 @@ from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import LayerRef, Manifest
 from deltackpt.storage import digests
-from deltackpt.storage.digests import Digest, Digests
+from deltackpt.storage.digests import Digest
 from deltackpt.storage.store import StorePath, store_path
 
 _Record = TypeVar("_Record")
@@ -87,8 +87,7 @@ def only_at(folder: StorePath, item: str, process: int) -> dict[str, Digest]:
     if not step.is_file():  # It has only its shard.
         return files
     found = digests.read_digests(step)
-    rest = (path for path in found.files if not naming.is_dense_node(path))
-    return files | {path: found.digest(path) for path in rest}
+    return files | {path: of for path, of in found.items() if not naming.is_dense_node(path)}
 
 
 class _Inventory:
@@ -140,8 +139,8 @@ class _Inventory:
                 return record
             said_by, name = name, f"{self._item}/{naming.digests_name(process)}"
             known = self._digests(name, record.item_digests_crc32c, said_by)
-            for path in known.files:
-                self._add(f"{self._item}/{path}", known.digest(path), name)
+            for path, digest in known.items():
+                self._add(f"{self._item}/{path}", digest, name)
         return record
 
     def _read_step(self, head: Manifest | None) -> None:
@@ -155,14 +154,15 @@ class _Inventory:
             name = pending.pop()
             read.add(name)
             known = self._digests(name)
-            for path in known.files:
+            for path, digest in known.items():
                 if naming.step_digests_process(path) is not None and path not in read:
                     pending.append(path)
-                self._add(path, known.digest(path), name)
+                self._add(path, digest, name)
 
-    def _digests(self, name: str, crc32c: int | None = None, said_by: str = "") -> Digests:
-        found = self._record(name, digests.digests_from, crc32c, said_by)
-        return found if found is not None else Digests({})
+    def _digests(
+        self, name: str, crc32c: int | None = None, said_by: str = ""
+    ) -> dict[str, Digest]:
+        return self._record(name, digests.digests_from, crc32c, said_by) or {}
 
     def _record(
         self, name: str, parse: Callable[..., _Record], crc32c: int | None, said_by: str
@@ -214,8 +214,7 @@ def _digests_of(item_dir: StorePath, record: Manifest) -> dict[str, Digest]:
     """Digests of the files with a shard's arrays, by path below the item's directory."""
     if record.layer is not None:
         return {naming.layer_name(record.process): _digest_of(record.layer)}
-    known = digests.read_item_digests(item_dir, record)
-    return known.by_path()
+    return digests.read_item_digests(item_dir, record)
 
 
 def _digest_of(layer: LayerRef) -> Digest:

@@ -391,8 +391,7 @@ def _digests_of(step_dir: StorePath, files: digests.Files) -> Mapping[str, Diges
 
 
 def _digests_in(save: StoredSave) -> Mapping[str, Digest]:
-    known = digests.read_item_digests(save.item_dir, save.head)
-    return _of_item(known.by_path())
+    return _of_item(digests.read_item_digests(save.item_dir, save.head))
 
 
 def _of_item(found: Mapping[str, Digest]) -> dict[str, Digest]:

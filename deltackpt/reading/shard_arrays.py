@@ -37,10 +37,10 @@ class ZarrArrays:
         """Directory of each array below the item's to its chunks' paths and digests."""
         found: dict[str, dict[str, Digest]] = {}
         known = digests.read_item_digests(self._item_dir, self._record)
-        for name in known.files:
+        for name, digest in known.items():
             array, _, chunk = name.rpartition("/")
             if chunk.startswith("c."):
-                found.setdefault(array, {})[chunk] = known.digest(name)
+                found.setdefault(array, {})[chunk] = digest
         return found
 
     @functools.cached_property

@@ -40,7 +40,7 @@ from deltackpt.resources.runtime import READS, Runtime
 from deltackpt.state import placement
 from deltackpt.storage import digests, posix
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.digests import Digest, Digests
+from deltackpt.storage.digests import Digest
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.shard_writer import shard_entry
 from deltackpt.storage.store import store_path
@@ -386,6 +386,4 @@ def uncovered(batch: FileBatch, tables: str) -> dict[str, Digest]:
 
 def write_digests(batch: FileBatch, tables: str, name: str) -> None:
     """Writes the digests of ``uncovered`` files to a file of the step."""
-    batch.write(
-        batch.top / name, digests.digests_bytes(Digests.from_files(uncovered(batch, tables)))
-    )
+    batch.write(batch.top / name, digests.digests_bytes(uncovered(batch, tables)))

@@ -48,9 +48,8 @@ from deltackpt.save.selection import Division, Sources, including
 from deltackpt.save.shard import Plans
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, match_marks, plain
-from deltackpt.storage import posix, shard_writer
+from deltackpt.storage import digests, posix, shard_writer
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.digests import Digests
 from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.storage.zarr_writer import ZarrSegmentSink
 
@@ -304,8 +303,8 @@ class PendingSave(Item):
             record = dataclasses.replace(record, shards=shards, shared_stamps={})
         has_digests, is_delta = "step" in self.digests, self.intent.kind == "delta"
         if has_digests and is_delta:
-            others = Digests.from_files(commit.uncovered(batch, item_dir.name))
-            record = dataclasses.replace(record, files=others.files)
+            others = digests.without_blocks(commit.uncovered(batch, item_dir.name))
+            record = dataclasses.replace(record, files=others)
         data = shard_writer.write_manifest(item_dir, record, batch)
         if has_digests and not is_delta:
             commit.write_digests(batch, item_dir.name, naming.STEP_DIGESTS)

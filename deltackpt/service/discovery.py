@@ -15,7 +15,7 @@ from deltackpt import service
 if TYPE_CHECKING:  # Each restore imports this module; the client of peers takes 70 ms.
     from deltackpt.options import Copies, Erasure
     from deltackpt.restore.sources import RowSource
-    from deltackpt.tiers.peers import PeerGroup
+    from deltackpt.tiers.staging import PeerGroup
 
 
 def row_source(directory: str | os.PathLike[str], item: str) -> RowSource | None:

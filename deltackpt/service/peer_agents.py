@@ -25,7 +25,7 @@ from deltackpt.nodes.blobs import MemoryBlobs
 from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.options import Copies, Erasure
 from deltackpt.service import lifecycle, protocol
-from deltackpt.tiers.peers import PeerGroup, PeerNode
+from deltackpt.tiers.staging import PeerGroup, PeerNode
 
 _T = TypeVar("_T")
 

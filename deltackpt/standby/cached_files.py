@@ -22,7 +22,7 @@ from deltackpt.reading.stored_dense import DenseValues, shape_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.standby.shared_memory import SharedMemory
 from deltackpt.storage import digests
-from deltackpt.storage.digests import Digests
+from deltackpt.storage.digests import Digest
 
 _BYTES = np.dtype(np.uint8)
 #: Alignment of files, so that their bytes can be viewed as arrays.
@@ -74,7 +74,8 @@ def read(
 
     def read_head(name: str) -> bytes:
         if name == naming.STEP_DIGESTS and save.head.files:
-            heads[name] = digests.digests_bytes(Digests({**save.head.files}))
+            known = {path: Digest(*of) for path, of in save.head.files.items()}
+            heads[name] = digests.digests_bytes(known)
         else:
             heads[name] = (step_dir / name).read(f"{shown}/{name}")
         return heads[name]

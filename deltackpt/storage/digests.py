@@ -203,29 +203,12 @@ class Digest(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Digests:
-    """Digests of files, by their posix path below some directory."""
+class _Stored:
+    """The record of digests, as stored."""
 
-    files: dict[str, tuple[int, int, int]]  # Length, CRC32C and tail, as in ``Digest``.
-    blocks: dict[str, bytes] = dataclasses.field(default_factory=dict)  # ``Digest.blocks``.
+    files: dict[str, tuple[int, int, int]]
+    blocks: dict[str, bytes] = dataclasses.field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
-
-    @classmethod
-    def from_files(cls, digests: Mapping[str, Digest]) -> Digests:
-        """Returns the digests of files, by path."""
-        return cls(
-            {name: (found.length, found.crc32c, found.tail) for name, found in digests.items()},
-            {name: found.blocks for name, found in digests.items() if found.blocks},
-        )
-
-    def digest(self, name: str) -> Digest:
-        """Returns the digest of a file; without its blocks if they have another block size."""
-        known = self.block_bytes == BLOCK_BYTES
-        return Digest(*self.files[name], self.blocks.get(name, b"") if known else b"")
-
-    def by_path(self) -> dict[str, Digest]:
-        """Returns the digest of each file."""
-        return {name: self.digest(name) for name in self.files}
 
 
 def digest_tree(
@@ -239,15 +222,25 @@ def digest_tree(
     return dict(zip(wanted, digests, strict=True))
 
 
-def digests_bytes(digests: Digests) -> bytes:
-    """Serializes digests; a path that readers would reject raises ``Damaged``."""
-    check_digests(digests.files, "digests")
-    return records.to_bytes(digests, _MAGIC)
+def without_blocks(found: Mapping[str, Digest]) -> dict[str, tuple[int, int, int]]:
+    """Returns digests as ``Files``."""
+    return {name: digest[:3] for name, digest in found.items()}
 
 
-def digests_from(data: bytes, *, name: str) -> Digests:
+def digests_bytes(found: Mapping[str, Digest]) -> bytes:
+    """Serializes digests of files, by posix path below some directory.
+
+    A path that readers would reject raises ``Damaged``.
+    """
+    files = without_blocks(found)
+    check_digests(files, "digests")
+    blocks = {name: digest.blocks for name, digest in found.items() if digest.blocks}
+    return records.to_bytes(_Stored(files, blocks), _MAGIC)
+
+
+def digests_from(data: bytes, *, name: str) -> dict[str, Digest]:
     """Parses digests; ``Damaged`` if altered, of another kind, or naming files outside."""
-    found: Digests = records.from_bytes(data, Digests, name=name, magic=_MAGIC)
+    found = records.from_bytes(data, _Stored, name=name, magic=_MAGIC)
     check_digests(found.files, name)
     for path, sums in found.blocks.items():
         if path not in found.files or found.block_bytes < 1:
@@ -255,7 +248,9 @@ def digests_from(data: bytes, *, name: str) -> Digests:
         nbytes = max(0, found.files[path][0] - TAIL_BYTES)
         if len(sums) != (count := -(-nbytes // found.block_bytes)) * TAIL_BYTES:
             raise Damaged(name, f"checksums of {count} blocks of {path}", f"{len(sums)} bytes")
-    return found
+    # Blocks of another size cannot be verified here.
+    blocks = found.blocks if found.block_bytes == BLOCK_BYTES else {}
+    return {path: Digest(*of, blocks.get(path, b"")) for path, of in found.files.items()}
 
 
 def check_digests(found: Mapping[str, tuple[int, int, int]], name: str) -> None:
@@ -264,7 +259,7 @@ def check_digests(found: Mapping[str, tuple[int, int, int]], name: str) -> None:
         records.check_files(found)
 
 
-def read_digests(path: StorePath | Path, *, crc32c: int | None = None) -> Digests:
+def read_digests(path: StorePath | Path, *, crc32c: int | None = None) -> dict[str, Digest]:
     """Reads digests; ``Damaged`` if missing, altered, or not those with the expected CRC32C."""
     at = store_path(path)
     name = at.shown()
@@ -274,7 +269,7 @@ def read_digests(path: StorePath | Path, *, crc32c: int | None = None) -> Digest
     return digests_from(data, name=name)
 
 
-def read_item_digests(item_dir: StorePath | Path, record: Manifest) -> Digests:
+def read_item_digests(item_dir: StorePath | Path, record: Manifest) -> dict[str, Digest]:
     """Reads the digests of a process's shard, verified by its manifest."""
     path = item_dir / naming.digests_name(record.process)
     return read_digests(path, crc32c=record.item_digests_crc32c)
@@ -321,16 +316,16 @@ def check_step_files(
     """
     (number, count), at = share, store_path(step_dir)
     try:
-        listed = files or read_digests(at / naming.STEP_DIGESTS).files
+        listed = _from_files(files) or read_digests(at / naming.STEP_DIGESTS)
         process_of = {name: naming.step_digests_process(name) for name in listed}
         # Each process gets files of all sizes.
         by_size = sorted(listed, key=lambda name: (-listed[name][0], name))
         chosen = [one for one in by_size if wanted(one) or process_of[one] is not None]
-        damage = check_files(at, {one: Digest(*listed[one]) for one in chosen[number::count]})
+        damage = check_files(at, {one: listed[one] for one in chosen[number::count]})
         for name, process in process_of.items():
             if process is not None and process % count == number:
-                others = read_digests(at / name).files.items()
-                damage += check_files(at, {one: Digest(*of) for one, of in others if wanted(one)})
+                others = read_digests(at / name).items()
+                damage += check_files(at, {one: of for one, of in others if wanted(one)})
     except Damaged as error:
         return [error]
     return damage
@@ -346,14 +341,17 @@ def parse_step_digests(read: Callable[[str], bytes], files: Files, shown: str) -
         data = read(name)
         if wanted is not None:
             check_bytes(data, wanted, f"{shown}/{name}")
-        return digests_from(data, name=f"{shown}/{name}").by_path()
+        return digests_from(data, name=f"{shown}/{name}")
 
-    found = {name: Digest(*of) for name, of in files.items()}
-    found = found or digests_of(naming.STEP_DIGESTS)
+    found = _from_files(files) or digests_of(naming.STEP_DIGESTS)
     for name, digest in [*found.items()]:
         if naming.step_digests_process(name) is not None:
             found |= digests_of(name, digest)
     return found
+
+
+def _from_files(files: Files) -> dict[str, Digest]:
+    return {name: Digest(*of) for name, of in files.items()}
 
 
 def digest_file(

@@ -21,7 +21,7 @@ from deltackpt.format.manifest import LayerRef, Manifest, ShardEntry
 from deltackpt.format.row_blocks import ArrayEntry, Encoding, GroupEntry, Segment
 from deltackpt.storage import digests
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.digests import Digest, Digests
+from deltackpt.storage.digests import Digest
 
 
 class RowsWriter(Protocol):
@@ -174,7 +174,7 @@ def described(
     if layer is None:
         shard_digests = batch.below(naming.shard_dir(item_dir, process), relative_to=item_dir)
         shard_digests |= other_digests or {}
-        data = digests.digests_bytes(Digests.from_files(shard_digests))
+        data = digests.digests_bytes(shard_digests)
         batch.write(item_dir / naming.digests_name(process), data)
         item_digests_crc32c = google_crc32c.value(data)
         nbytes = len(data) + sum(digest.length for digest in shard_digests.values())

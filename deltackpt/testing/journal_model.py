@@ -380,7 +380,9 @@ class JournalModel:
         """Uploads and commits; sometimes uploads again before the outcome is known."""
         for _ in range(4):
             prefix = self.upload(unit, ledger)
-            standing = CatalogEntry.from_info(info, unit, prefix, stored_bytes=2, crc32c=1)
+            standing = CatalogEntry(
+                info=info, item=unit.item, prefix=prefix, stored_bytes=2, crc32c=1
+            )
             is_lost = ledger in self._lost
             try:
                 stands = ledger.commit(standing)
@@ -405,7 +407,7 @@ class JournalModel:
         """Retires what the newest chain does not need."""
         state = self.retried(ledger.state)
         steps = [*state.steps.values()]
-        first = max((n for n, one in enumerate(steps) if one.kind == "base"), default=0)
+        first = max((n for n, one in enumerate(steps) if one.info.kind == "base"), default=0)
         old = {one.object_key for one in steps[:first]}
         try:
             ledger.retire(
@@ -447,8 +449,8 @@ class JournalModel:
             again = rolled_back.intersection(one.prefix for one in state.entry.catalog)
             assert not again, f"{again} were rolled back before"
             for one in state.catalog.values():
-                if one.parent is not None:
-                    assert state.exists(one.parent.save_id) or any(
+                if one.info.parent is not None:
+                    assert state.exists(one.info.parent.save_id) or any(
                         base.save_id == one.save_id for base in state.bases.values()
                     ), one
                 try:

@@ -18,7 +18,6 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -37,7 +36,7 @@ from deltackpt.tiers.staging import Orders, RunLineage, StagingDir
 
 _MAGIC = "deltackpt.pack"
 #: Fields of manifests that development versions did not write.
-_SINCE_DEVELOPMENT = frozenset(("generation", "ancestors", "shard"))
+_SINCE_DEVELOPMENT = frozenset(("lineage", "shard"))
 _PREFIX = struct.Struct("<8sQ")
 _PREFIX_MAGIC = b"dckpack1"
 _KEY = re.compile(r"([0-9a-z]{1,64})\.(\d{1,18})\.(\d{1,18})\.(\d{1,18})\.(\d{1,18})\.(\d{1,9})")
@@ -126,8 +125,8 @@ class Tier(Protocol):
         """Returns the complete bundles, as far as is known without reading them."""
         ...
 
-    def open(self, ref: BundleRef) -> AbstractContextManager[Reader]:
-        """Opens a bundle for reading; Damaged or StorageError if it is not readable."""
+    def open(self, ref: BundleRef) -> Reader:
+        """Returns a bundle for reading; Damaged or StorageError if it is not readable."""
         ...
 
     def put(self, bundle: Bundle) -> None:
@@ -145,14 +144,11 @@ class Tier(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BundleManifest:
-    """Manifest of a bundle; see ``BundleName`` and ``RunLineage``."""
+    """Manifest of a bundle; see ``BundleName``."""
 
     save_id: SaveId
-    epoch: int
-    generation: int
-    ancestors: dict[str, int]
+    lineage: RunLineage  # of its run
     root: str  # URL of the checkpoint directory
-    holder: str  # distinguishes successive directories at one URL
     shard: int
     shards: int
     #: Each ``Digest[:3]`` by its path below the step, in stream order.
@@ -162,18 +158,7 @@ class BundleManifest:
     def name(self) -> BundleName:
         """The bundle's name."""
         run, step, attempt = self.save_id.run, self.save_id.step, self.save_id.attempt
-        return BundleName(run, attempt, step, self.epoch, self.generation, self.shard)
-
-    @property
-    def lineage(self) -> RunLineage:
-        """The lineage of the save's run."""
-        return RunLineage(
-            run=self.save_id.run,
-            epoch=self.epoch,
-            holder=self.holder,
-            generation=self.generation,
-            ancestors=self.ancestors,
-        )
+        return BundleName(run, attempt, step, *self.lineage.moment, self.shard)
 
 
 class StagedBundle:
@@ -223,15 +208,11 @@ def manifest_of(step_dir: Path, save_id: SaveId, orders: Orders) -> BundleManife
         if digest is None:
             digest = digests.digest_file(step_dir / name)
         found[name] = digest[:3]
-    # The ancestors of an unknown run are not known either.
-    lineage = orders.lineage(save_id.run) or orders.new_lineage(save_id.run, {})
     return BundleManifest(
         save_id=save_id,
-        epoch=lineage.epoch,
-        generation=lineage.generation,
-        ancestors=lineage.ancestors,
+        # The ancestors of an unknown run are not known either.
+        lineage=orders.lineage(save_id.run) or orders.new_lineage(save_id.run, {}),
         root=orders.url,
-        holder=lineage.holder,
         shard=orders.process,
         shards=orders.processes,
         files=found,
@@ -271,7 +252,7 @@ def read_manifest(reader: Reader, ref: BundleRef) -> tuple[BundleManifest, int]:
     )
     start = len(prefix) + length
     digests.check_digests(found.files, ref.key)
-    if found.name.key != ref.key:
+    if found.name.key != ref.key or found.lineage.run != found.save_id.run:
         raise Damaged(ref.key, "the bundle of that name", f"{found.name.key}")
     if start + sum(length for length, _, _ in found.files.values()) != ref.nbytes:
         raise Damaged(ref.key, f"{ref.nbytes} bytes", "files of another total length")

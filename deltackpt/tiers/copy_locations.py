@@ -7,7 +7,6 @@ interrupted copy are kept for the next one, and a rename may replace a damaged u
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import os
@@ -300,17 +299,9 @@ class Bucket:
             known = self.unit(unit.key, unit.info)
         except Damaged:
             return False  # The caller copies it again over the damaged one.
-        if _figures(known) != _figures(unit):
+        if digests.without_blocks(known.files) != digests.without_blocks(unit.files):
             raise _differs(f"{self.name}/{unit.name}", "another save")
-        return not recheck or all(self._is_intact(known, name) for name in unit.files)
-
-    def _is_intact(self, unit: Unit, name: str) -> bool:
-        pieces = digests.verified_file(unit.at / name, unit.files[name], most_bytes=SEGMENT_BYTES)
-        try:
-            collections.deque(pieces, maxlen=0)
-        except RestoreError:
-            return False
-        return True
+        return not (recheck and digests.check_files(known.at, known.files))
 
     def add(self, unit: Unit, reading: AbstractContextManager[None], on_bytes: OnBytes) -> None:
         """See ``Directory``; claims the bucket if necessary."""
@@ -329,8 +320,3 @@ class Bucket:
             alone=True,  # A base can exist without its step being copied.
             replace=True,
         )
-
-
-def _figures(unit: Unit) -> dict[str, tuple[int, int, int]]:
-    """Values that identify the versions of a unit's files."""
-    return {name: digest[:3] for name, digest in unit.files.items()}

@@ -25,8 +25,8 @@ from deltackpt.tiers.staging import StagingDir, TierName, TierProgress, key_of
 
 _logger = logging.getLogger(__name__)
 
-#: Bytes that a trainer writes to the pipe: there is a save or an order; a caller is waiting, until
-#: the next save or order; something else has changed.
+#: Bytes that a trainer writes to the pipe: there is a save; a caller is waiting, until the next
+#: save; orders or something else has changed.
 WAKE, HURRY, LOOK = b".", b"!", b"?"
 #: Seconds after which an idle cursor looks again: WAL records arrive without a wake-up.
 IDLE_SECS = 5.0
@@ -194,14 +194,11 @@ class Cursor(abc.ABC):
             return
         self.progress, self._is_unwritten = progress, True
         try:
-            self._write_progress()
+            self.stage.report(progress, self.tier)
             self._is_unwritten = False
         except StorageError as error:
             if not was_unwritten:
                 _logger.warning("%s", error)
-
-    def _write_progress(self) -> None:
-        self.stage.report(self.progress, self.tier)
 
     def report_failure(self, error: Exception, **changes: object) -> None:
         """Reports what blocks the tier; the first report of a kind sets the time."""

@@ -118,15 +118,14 @@ class ExtentFile:
         with self._used():
             return [held.ref for held in self._held.values() if held.is_complete]
 
-    @contextlib.contextmanager
-    def open(self, ref: BundleRef) -> Iterator[SegmentReader]:
+    def open(self, ref: BundleRef) -> SegmentReader:
         """See ``Tier``; uses memory for one extent."""
         with self._used():
             held = self._held.get(ref.key)
         if held is None or not held.is_complete or held.ref != ref:
             raise Missing(f"{self.path}: {ref.key}", "no such bundle")
         load = functools.partial(self._read_payload, held, self._buffer_for(held))
-        yield SegmentReader(ref, self._division.payload_bytes, load)
+        return SegmentReader(ref, self._division.payload_bytes, load)
 
     def put(self, bundle: Bundle) -> None:
         """See ``Tier``; OutOfSpace if too few extents are free."""

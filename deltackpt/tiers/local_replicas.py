@@ -35,8 +35,8 @@ from deltackpt.storage.store import store_path
 from deltackpt.tiers import bundles
 from deltackpt.tiers.bundles import BundleManifest, BundleName, BundleRef, Tier
 from deltackpt.tiers.extent_store import ExtentFile
-from deltackpt.tiers.peers import PeerGroup, PeerTier
-from deltackpt.tiers.staging import Orders, StagingDir
+from deltackpt.tiers.peers import PeerTier
+from deltackpt.tiers.staging import Orders, PeerGroup, StagingDir
 
 _logger = logging.getLogger(__name__)
 
@@ -136,10 +136,10 @@ class LocalReplicas:
         folder = DurableDir(final.parent, fsync=fsync)
         with self._passing_over(offer):
             try:
-                with offer.tier.open(offer.ref) as reader:
-                    if bundles.read_manifest(reader, offer.ref)[0].shards != self._shards:
-                        return False  # The shard is from a job with another process count.
-                    contents = bundles.unpack(reader, offer.ref, temporary, fsync=fsync)
+                reader = offer.tier.open(offer.ref)
+                if bundles.read_manifest(reader, offer.ref)[0].shards != self._shards:
+                    return False  # The shard is from a job with another process count.
+                contents = bundles.unpack(reader, offer.ref, temporary, fsync=fsync)
                 if item is not None:
                     _check_save(temporary, item, contents.save_id)
                 folder.publish(temporary, final)
@@ -181,8 +181,8 @@ class LocalReplicas:
         for one in self._offers:
             if one.name in read:
                 continue
-            with self._passing_over(one), one.tier.open(one.ref) as reader:
-                found = bundles.read_manifest(reader, one.ref)[0]
+            with self._passing_over(one):
+                found = bundles.read_manifest(one.tier.open(one.ref), one.ref)[0]
                 if found.root == root:
                     read[one.name] = found
                     own_tiers.add(one.tier.name)
@@ -266,8 +266,7 @@ class LocalReplicas:
         for name, ref in bundles.newest_first(found.every - found.whole):
             if name.shard == self._shard and is_missing(name.save_id):
                 try:
-                    with self.peers.open(ref):
-                        pass
+                    self.peers.open(ref)
                 except StorageError as error:
                     events.warn(f"step {name.step} cannot be recovered: {error}")
 

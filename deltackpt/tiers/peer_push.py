@@ -12,8 +12,8 @@ from deltackpt.storage.store import Missing
 from deltackpt.tiers import bundles
 from deltackpt.tiers.bundles import BundleRef
 from deltackpt.tiers.cursor import Cursor, StagedSave, Trainer
-from deltackpt.tiers.peers import PeerGroup, PeerTier
-from deltackpt.tiers.staging import Orders, StagingDir, key_of
+from deltackpt.tiers.peers import PeerTier
+from deltackpt.tiers.staging import Orders, PeerGroup, StagingDir, key_of
 
 #: Seconds between two queries of the peers' contents: an agent may have lost all of it.
 _ASK_SECS = 10.0
@@ -27,11 +27,10 @@ class Pusher(Cursor):
     def __init__(self, stage: StagingDir):
         super().__init__(stage)
         self._peers: PeerTier | None = None
-        self._group: bytes | None = None
+        self._group: PeerGroup | None = None
         self._surveyed_at = float("-inf")
-        #: What peers hold: complete bundles, and partial ones.
-        self._held: dict[SaveId, BundleRef] = {}
-        self._shards: set[BundleRef] = set()
+        #: The bundles on peers, and whether each is complete.
+        self._found: dict[BundleRef, bool] = {}
         self._is_ended = False
 
     def start(self, trainer: Trainer) -> threading.Thread:
@@ -72,24 +71,26 @@ class Pusher(Cursor):
         #: A peer may have the only intact copy of these.
         unreadable = {one.step for one in found if one.info is None}
         if orders.began:
-            known = {one: bundles.save_of(one) for one in (*self._held.values(), *self._shards)}
-            gone = {
-                one
-                for one, save_id in known.items()
-                if save_id not in staged and (save_id is None or save_id.step not in unreadable)
-            }
-            self._drop(gone, peers)
+            known = ((ref, bundles.save_of(ref)) for ref in self._found)
+            self._drop(
+                {
+                    ref
+                    for ref, save_id in known
+                    if save_id not in staged and (save_id is None or save_id.step not in unreadable)
+                },
+                peers,
+            )
+        held = self._held()
         for save in found:
             if save.key in self.progress.damaged:
                 continue
             if save.info is None:
                 self.report_unreadable(save, orders.item)
-            elif save.info.save_id not in self._held:
+            elif save.info.save_id not in held:
                 self._push(save, save.info.save_id, orders, peers)
                 return not self._is_ended
         if orders.began:
-            self._drop(self._shards - {*self._held.values()}, peers)
-            self._shards.clear()
+            self._drop({ref for ref, is_complete in self._found.items() if not is_complete}, peers)
         self._report_held()
         return False
 
@@ -102,30 +103,32 @@ class Pusher(Cursor):
         except Damaged as error:
             self.report_damaged(save, str(error))
         else:
-            self._held[save_id] = bundle.ref
+            self._found[bundle.ref] = True
         self._report_held()
 
+    def _held(self) -> set[SaveId | None]:
+        return {bundles.save_of(ref) for ref, is_complete in self._found.items() if is_complete}
+
     def _report_held(self) -> None:
-        keys = tuple(sorted(key_of(one.step, one) for one in self._held))
+        keys = tuple(sorted(key_of(one.step, one) for one in self._held() if one is not None))
         self.report(saves=keys, problem=None, code="", problem_unix_secs=0.0)
 
     def _drop(self, refs: set[BundleRef], peers: PeerTier) -> None:
         """Drops peer copies of evicted saves, and partial ones."""
         if refs:
             peers.delete(refs)
-            self._held = {one: ref for one, ref in self._held.items() if ref not in refs}
-            self._shards -= refs
+            self._found = {ref: one for ref, one in self._found.items() if ref not in refs}
 
     def _opened(self, orders: Orders) -> PeerTier | None:
         """The peers that the trainer has found; reconnects if they changed."""
-        group = self.stage.peers()
+        group = orders.peers
         if group is None:
             return None
         if self._peers is None or group != self._group:
             if self._peers is not None:
                 self._peers.close()
                 self._peers = None
-            self._peers, self._group = PeerTier(PeerGroup.from_bytes(group)), group
+            self._peers, self._group = PeerTier(group), group
             self._surveyed_at = float("-inf")
         if time.monotonic() - self._surveyed_at > _ASK_SECS:
             self._refresh_survey(self._peers, orders)
@@ -135,12 +138,9 @@ class Pusher(Cursor):
         """Queries what peers hold of this process's saves, and of departed processes."""
         shard, shards = orders.process, orders.processes
         found = peers.survey()
-        named = bundles.newest_first(found.complete)
-        self._held = {name.save_id: ref for name, ref in named if name.shard == shard}
-        named = bundles.newest_first(found.every)
-        self._shards = {
-            ref
-            for name, ref in named
+        self._found = {
+            ref: name.shard == shard and ref in found.complete
+            for name, ref in bundles.newest_first(found.every)
             if name.shard == shard or (shard == 0 and name.shard >= shards)
         }
         self._surveyed_at = time.monotonic()

@@ -10,72 +10,21 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from deltackpt.errors import ClosedError, Damaged, OptionError, StorageError
-from deltackpt.format import records
+from deltackpt.errors import ClosedError, Damaged, StorageError
 from deltackpt.storage import striping
 from deltackpt.storage.digests import crc32c
 from deltackpt.storage.node_client import Node
 from deltackpt.tiers import bundles, erasure
 from deltackpt.tiers.bundles import Bundle, BundleRef, Reader, SegmentReader
-
-_MAGIC = "deltackpt.peers"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PeerNode:
-    """A node that holds other nodes' fragments in its memory."""
-
-    node: str  # stays the same if the address changes
-    address: str  # "host:port"
-    rack: str = ""  # failure domain; "" if unknown
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PeerGroup:
-    """The peers of a node, how they store bundles, and the token that they accept."""
-
-    root: str  # prefix of all keys; one per checkpoint directory
-    own: str  # this process's node, which stores no fragments of its own saves
-    token: str = dataclasses.field(repr=False)
-    nodes: tuple[PeerNode, ...]  # including ``own``
-    k: int
-    m: int
-    deadline_secs: float = 10.0  # of each request
-
-    @property
-    def others(self) -> tuple[PeerNode, ...]:
-        """All nodes except ``own``."""
-        return tuple(one for one in self.nodes if one.node != self.own)
-
-    def require_nodes(self) -> None:
-        """Checks that there are at least as many other nodes as fragments."""
-        found, needed = len(self.others), self.k + self.m
-        if found < needed:
-            how = f"Copies(copies={needed})" if self.k == 1 else f"Erasure(k={self.k}, m={self.m})"
-            others = ", ".join(one.node for one in self.others) or "none"
-            raise OptionError(
-                f"Tiers.peers={how}: expected {needed} nodes besides this one, found {found} "
-                f"({others}); add nodes, or request fewer fragments"
-            )
-
-    def to_bytes(self) -> bytes:
-        """Serializes the record with its token; anyone who can read it can access the peers."""
-        return records.to_bytes(self, _MAGIC)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> PeerGroup:
-        """Parses the result of ``to_bytes``."""
-        return records.from_bytes(data, cls, name="peers.msgpack", magic=_MAGIC)
-
+from deltackpt.tiers.staging import PeerGroup
 
 #: Concurrent connections that transfer fragments.
 _THREADS = 8
@@ -144,8 +93,7 @@ class PeerTier:
         whole = {one.ref for one, where in found.items() if erasure.is_whole(one, where)}
         return Survey(complete, whole, {one.ref for one in found})
 
-    @contextlib.contextmanager
-    def open(self, ref: BundleRef) -> Iterator[Reader]:
+    def open(self, ref: BundleRef) -> Reader:
         """See ``Tier``; if too few fragments exist, StorageError names them and the nodes."""
         since, listed = self._listed
         if time.monotonic() - since > _LISTED_SECS:
@@ -168,7 +116,7 @@ class PeerTier:
             self.segment_into(coding, segment, where[segment], padded)
             return padded[:nbytes]
 
-        yield SegmentReader(ref, erasure.SEGMENT_BYTES, load)
+        return SegmentReader(ref, erasure.SEGMENT_BYTES, load)
 
     def put(self, bundle: Bundle) -> None:
         """See ``Tier``: returns once k + m other nodes have acknowledged each segment."""
@@ -429,18 +377,15 @@ class PeerTier:
                 if len(held) < coding.k:
                     gone = [n for n in range(coding.k + coding.m) if n not in held]
                     problems.append(
-                        f"segment {segment} lacks fragments {_listed(gone)} and needs {coding.k} "
-                        f"of {coding.k + coding.m}"
+                        f"segment {segment} lacks fragments {', '.join(map(str, gone))} and needs "
+                        f"{coding.k} of {coding.k + coding.m}"
                     )
                     break
-        with self._lock:
-            failed = sorted(self._failed.items())
-        silent = "; ".join(f"{node}: {why}" for node, (_, why) in failed)
         return StorageError(
             f"{ref.key}: expected a complete bundle on {len(self._nodes)} nodes, found "
             f"{'; '.join(problems) or 'no fragment'} (nodes that do not answer: "
-            f"{silent or 'none'}); reconnect those nodes if their memory is intact, or resume from "
-            "the checkpoint directory"
+            f"{self.silent() or 'none'}); reconnect those nodes if their memory is intact, or "
+            "resume from the checkpoint directory"
         )
 
     def _unreadable(
@@ -481,7 +426,3 @@ def _crc(buffers: Iterable[memoryview], total: int = 0) -> int:
     for buffer in buffers:
         total = crc32c(np.frombuffer(buffer, np.uint8), total)
     return total
-
-
-def _listed(names: Iterable[object]) -> str:
-    return ", ".join(map(str, names)) or "none"

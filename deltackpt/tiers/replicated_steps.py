@@ -136,7 +136,7 @@ class ReplicatedSteps(BucketSteps):
 
     def base_of(self, save_id: SaveId) -> BaseRef | None:
         """Returns the compacted base of a save."""
-        found = (one.nbytes for one in self.uploaded_bases() if one.save_id == save_id)
+        found = (one.info.nbytes for one in self.uploaded_bases() if one.save_id == save_id)
         nbytes = next(found, None)
         return None if nbytes is None else BaseRef(save_id=save_id, nbytes=nbytes)
 
@@ -188,7 +188,7 @@ class ReplicatedSteps(BucketSteps):
         client, deadline = self._client, time.monotonic() + self._readable_secs
         client.process.wake(HURRY)
         while (info := self._local.saves().get(step)) is not None:
-            progress = client.read_progress()
+            progress = client.progress()
             if self.journal.known.was_committed(info.save_id):
                 return
             if (problem := progress.damaged.get(key_of(step, info.save_id))) is not None:

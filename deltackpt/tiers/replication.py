@@ -27,7 +27,7 @@ from deltackpt.errors import (
     StorageError,
     WaitTimeout,
 )
-from deltackpt.events import Event, FailureEvent, Operation, UploadEvent
+from deltackpt.events import Event, FailureEvent, Operation
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.ledger.entries import ObjectKey, State
@@ -37,14 +37,13 @@ from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import stored_saves
 from deltackpt.storage import posix
 from deltackpt.storage.posix import DurableDir
-from deltackpt.storage.store import Missing
 from deltackpt.tiers.cursor import HURRY, LOOK
 from deltackpt.tiers.local_replicas import LocalReplicas
-from deltackpt.tiers.peers import PeerGroup
 from deltackpt.tiers.replicated_steps import ReplicatedSteps, chain_steps
 from deltackpt.tiers.replicator import ReplicatorProcess
 from deltackpt.tiers.staging import (
     Orders,
+    PeerGroup,
     Removal,
     RunLineage,
     TierName,
@@ -79,7 +78,6 @@ class ReplicationClient:
         *,
         processes: int = 1,
         find_peers: FindPeers | None = None,
-        group: PeerGroup | None = None,
     ):
         """Created by ``startup.open_bucket``, which has announced the ``orders``.
 
@@ -100,7 +98,7 @@ class ReplicationClient:
         #: Number of processes that write into the staging directory.
         self._writers = 1 if self.no_shared_fs else processes
         self._stopped_waiting = threading.Event()
-        self._find, self._group = find_peers, group
+        self._find = find_peers
         self._found_at = time.monotonic()
         #: Whether the trainer has started; before, the replicator serves the previous one, and the
         #: orders are only announced.
@@ -164,7 +162,6 @@ class ReplicationClient:
                 )
         self.failed_start_cleanup.pop_all()
         try:
-            self.stage.note_peers(None if self._group is None else self._group.to_bytes())
             has_wal = self.local.wal_dir.exists() and not self.no_shared_fs
             if not is_recorded or has_wal or self.lag():
                 self.start()
@@ -348,11 +345,8 @@ class ReplicationClient:
         """Writes new orders; removals that waited for ``gone`` saves wait for the newest one."""
         # The orders may be those of the next trainer on this staging directory.
         self.local.check_lease()
-        old, progress = self.orders, self.read_progress()
-        known, number = self.journal.known, old.number + 1
-        # If the journal entry that the replicator has seen could not be read, nothing is done yet.
-        is_read = progress.entry <= known.entry.number
-        before = old.pending(progress, known) if is_read else old.removals
+        old, number = self.orders, self.orders.number + 1
+        before = old.pending(self.progress(), self.journal.known)
         newest = self._newest_save() if gone else None
         self.orders = dataclasses.replace(
             old,
@@ -369,7 +363,7 @@ class ReplicationClient:
         self._is_written = False
         if self._is_confirmed:
             self.stage.order(self.orders)
-            self.process.wake()
+            self.process.wake(LOOK)
         else:
             self.stage.announce(self.orders)
         self._is_written = True
@@ -403,7 +397,7 @@ class ReplicationClient:
 
     def _tidy(self) -> None:
         """Evicts what the local directory no longer needs, as far as this process knows."""
-        self.read_progress()
+        self.progress()  # Adopts what is uploaded.
         if not self._is_reader:
             with self.steps.leaving:
                 self._evict()
@@ -450,20 +444,10 @@ class ReplicationClient:
     # ---- what has reached the tiers
 
     def progress(self, tier: TierName = "remote") -> TierProgress:
-        """Returns the replicator's last report on a tier."""
-        return self.stage.progress(self.orders.holder, tier)
-
-    def read_progress(self) -> TierProgress:
-        """Like ``progress``; also reads the journal entry that the replicator has seen."""
-        progress = self.progress()
-        if progress.entry > self.journal.known.entry.number:
-            data = self.stage.entry()
-            # A record torn by a power cut is replaced by the next one; the replicator reports
-            # remote problems.
-            with contextlib.suppress(RestoreError, StorageError, Missing):
-                if data is not None:
-                    self.journal.learn(data, f"{self.stage.path}/entry.msgpack")
-        return progress
+        """Returns the replicator's last report on a tier; adopts the journal entry in it."""
+        found = self.stage.progress(self.orders.holder, tier)
+        self.journal.learn(found.entry)
+        return found
 
     def oldest_needed(self) -> SaveId | None:
         """Returns the uploaded save onto which a new node may replay the WAL, if reported."""
@@ -479,19 +463,16 @@ class ReplicationClient:
 
     def lag(self, tier: TierName = "remote") -> dict[int, int]:
         """Returns the staged steps that have reached neither a tier nor a later one, with bytes."""
+        self.progress()  # Adopts what is uploaded, and has thereby reached every tier.
         progress, found = self.progress(tier), dict[int, int]()
-        uploaded = progress if tier == "remote" else self.progress()
         before, sizes = self._sizes, dict[str, int]()
         for step, info in self.local.saves().items():
             save_id = info and info.save_id
             key = key_of(step, save_id)
             if key in before:
                 sizes[key] = before[key]
-            if (
-                not progress.lacks(step, save_id, self.journal.known)
-                or (save_id is not None and uploaded.has(save_id))
-                or self._is_unreadable(step, progress)
-            ):
+            lacks = progress.lacks(step, save_id, self.journal.known)
+            if not lacks or self._is_unreadable(step, progress):
                 continue
             if key not in sizes:
                 sizes[key] = self.local.at(step).tree_bytes()
@@ -542,7 +523,6 @@ class ReplicationClient:
                     "wait_until_finished() again, or check the network"
                 )
         if tier == "remote":
-            self.read_progress()
             if isinstance(self.journal, Journal):
                 try:  # A listing and a read show that it holds the uploaded saves.
                     self.journal.confirm()
@@ -559,14 +539,13 @@ class ReplicationClient:
         """Returns whether the uploader can delete a step that the user deleted, and has not yet."""
         if not self._deleted:
             return False
-        progress, known = self.read_progress(), self.journal.known
-        if progress.entry <= known.entry.number:
-            removals = self.orders.removals
-            self._deleted &= {one.unit for one in removals if one.is_open(progress, known)}
+        progress, known = self.progress(), self.journal.known
+        removals = self.orders.removals
+        self._deleted &= {one.unit for one in removals if one.is_open(progress, known)}
         return any(
             one.unit in self._deleted
             and (one.after is None or key_of(one.after.step, one.after) not in progress.damaged)
-            for one in self.orders.removals
+            for one in removals
         )
 
     def _check_damaged(self, tier: TierName) -> None:
@@ -628,27 +607,17 @@ class ReplicationClient:
         while self.process.warnings:
             events.warn(self.process.warnings.pop(0))
         progress, found = self.progress(), list[Event]()
-        new = [one for one in progress.recent if one.number > self._reported_uploads]
-        behind = self.lag() if new else {}
-        for one in new:
-            self._reported_uploads = one.number
-            found.append(
-                UploadEvent(
-                    step=one.save_id.step,
-                    process=self._shard,
-                    bytes_sent=one.nbytes,
-                    objects=one.objects,
-                    seconds=one.seconds,
-                    lag_secs=one.lag_secs,
-                    committed_unix_secs=one.committed_unix_secs,
-                    waiting=len(behind),
-                    waiting_bytes=sum(behind.values()),
-                )
-            )
+        if (new := progress.uploads - self._reported_uploads) > 0:
+            self._reported_uploads, behind = progress.uploads, self.lag()
+            waiting = {"waiting": len(behind), "waiting_bytes": sum(behind.values())}
+            found += (dataclasses.replace(one, **waiting) for one in progress.recent[-new:])
+        failure = functools.partial(FailureEvent, process=self._shard)
         for key in _oldest_first(progress.damaged.keys() - self._reported_damaged):
             self._reported_damaged.add(key)
-            message = progress.damaged[key]
-            found.append(self._failure("upload", Damaged.code, message, step=step_of(key)))
+            step, code, message = step_of(key), Damaged.code, progress.damaged[key]
+            found.append(
+                failure(step=step, operation="upload", code=code, message=message, seconds=0.0)
+            )
         tiers: list[tuple[Operation, TierProgress]]
         tiers = [("upload", progress), ("push", self.progress("peers"))]
         for operation, tier in tiers:
@@ -656,27 +625,16 @@ class ReplicationClient:
                 self._reported_problems.discard(operation)
             elif operation not in self._reported_problems:
                 self._reported_problems.add(operation)
-                seconds = max(0.0, time.time() - tier.problem_unix_secs)
-                found.append(self._failure(operation, tier.code, tier.problem, seconds=seconds))
+                found.append(
+                    failure(
+                        step=None,
+                        operation=operation,
+                        code=tier.code,
+                        message=tier.problem,
+                        seconds=max(0.0, time.time() - tier.problem_unix_secs),
+                    )
+                )
         return found
-
-    def _failure(
-        self,
-        operation: Operation,
-        code: str,
-        message: str,
-        *,
-        step: int | None = None,
-        seconds: float = 0.0,
-    ) -> FailureEvent:
-        return FailureEvent(
-            step=step,
-            process=self._shard,
-            operation=operation,
-            code=code,
-            message=message,
-            seconds=seconds,
-        )
 
     # ---- peers
 
@@ -686,13 +644,14 @@ class ReplicationClient:
         if self._find is None or not is_due or self.progress("peers").problem is None:
             return
         with contextlib.suppress(DeltackptError):  # The problem persists and has been reported.
-            group = self._find(self._group)
+            group = self._find(self.orders.peers)
             self._found_at = time.monotonic()
-            if group != self._group:
-                self.stage.note_peers(group.to_bytes())  # If this fails, the next search retries.
-                self._group = group
-                self.replicas.connect(group)
-                self.process.wake(LOOK)
+            with self._ordering:
+                if group != self.orders.peers:
+                    self.replicas.connect(group)
+                    self._order(peers=group)
+                elif not self._is_written:
+                    self._order()
 
 
 def _newest_chains(infos: dict[int, SaveInfo], count: int) -> set[int]:

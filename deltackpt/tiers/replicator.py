@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from deltackpt.errors import InUse, StorageError
+from deltackpt.errors import InUse, RestoreError, StorageError
 from deltackpt.ledger import lease
 from deltackpt.resources import host_memory, runtime
 from deltackpt.storage import posix
@@ -206,9 +206,10 @@ def main(arguments: list[str] | None = None) -> int:
 @contextlib.contextmanager
 def _pushing(stage: StagingDir, trainer: Trainer) -> Iterator[None]:
     """Replicates saves to peers in a second thread, if the trainer has found any."""
-    has_peers = True  # The pusher reports an unreadable record.
-    with contextlib.suppress(StorageError):
-        has_peers = stage.peers() is not None
+    has_peers = True  # The pusher reports unreadable orders.
+    with contextlib.suppress(RestoreError, StorageError):
+        orders = stage.orders()
+        has_peers = orders is not None and orders.peers is not None
     if not has_peers:
         yield
         return

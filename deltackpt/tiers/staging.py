@@ -4,12 +4,11 @@
 A staging directory is local to a node::
 
     replicator.lock         held by the replicator, of which there is one
-    orders.<lease>.msgpack  written by the trainer: its claim, and what to do remotely
+    orders.<lease>.msgpack  written by the trainer: its claim, what to do remotely, and its peers
     starting.msgpack        the same by a trainer that starts, for the other processes of its job
-    peers.msgpack           written by the trainer: peer addresses and their token
-    progress.msgpack        written by the replicator: what is uploaded, and what blocks it
-    peers.progress.msgpack  the same for peers
-    entry.msgpack           and the newest entry of the remote journal
+    progress.msgpack        written by the replicator: the newest entry of the remote journal, and
+                            what blocks the upload
+    peers.progress.msgpack  the same for peers: which saves they hold
     uploader.log            the replicator's log
     steps/                  the saves: a checkpoint directory like any other
     aside/                  superseded and damaged saves
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deltackpt.errors import Damaged, OptionError, RestoreError
+from deltackpt.events import UploadEvent
 from deltackpt.format import records
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries
@@ -60,8 +60,7 @@ _PROGRESS_NAMES: dict[TierName, str] = {
 }
 _NAMES = {
     *("steps", "replicator.lock", "uploader.log", "aside", "fetched"),
-    *("progress.msgpack", "entry.msgpack", "peers.msgpack", "peers.progress.msgpack"),
-    "starting.msgpack",
+    *("progress.msgpack", "peers.progress.msgpack", "starting.msgpack"),
 }
 _ORDERS_NAME = re.compile(r"orders\.([1-9][0-9]{0,17})\.msgpack")
 
@@ -128,6 +127,44 @@ def rolled_back(saves: Iterable[SaveId], item: str, run: str, number: int = 0) -
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PeerNode:
+    """A node that holds other nodes' fragments in its memory."""
+
+    node: str  # stays the same if the address changes
+    address: str  # "host:port"
+    rack: str = ""  # failure domain; "" if unknown
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeerGroup:
+    """The peers of a node, how they store bundles, and the token that they accept."""
+
+    root: str  # prefix of all keys; one per checkpoint directory
+    own: str  # this process's node, which stores no fragments of its own saves
+    token: str = dataclasses.field(repr=False)
+    nodes: tuple[PeerNode, ...]  # including ``own``
+    k: int
+    m: int
+    deadline_secs: float = 10.0  # of each request
+
+    @property
+    def others(self) -> tuple[PeerNode, ...]:
+        """All nodes except ``own``."""
+        return tuple(one for one in self.nodes if one.node != self.own)
+
+    def require_nodes(self) -> None:
+        """Checks that there are at least as many other nodes as fragments."""
+        found, needed = len(self.others), self.k + self.m
+        if found < needed:
+            how = f"Copies(copies={needed})" if self.k == 1 else f"Erasure(k={self.k}, m={self.m})"
+            others = ", ".join(one.node for one in self.others) or "none"
+            raise OptionError(
+                f"Tiers.peers={how}: expected {needed} nodes besides this one, found {found} "
+                f"({others}); add nodes, or request fewer fragments"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
     """What a trainer orders the replicator to do."""
 
@@ -145,6 +182,7 @@ class Orders:
     removals: tuple[Removal, ...] = ()  # rollbacks in this order, before any upload
     bytes_per_sec: float | None = None
     store_secs: float = 60.0  # timeout of a request
+    peers: PeerGroup | None = None  # anyone who can read its token can access the peers
     process: int = 0
     processes: int = 1  # number of staging directories, if each process has its own
 
@@ -197,21 +235,8 @@ class Orders:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UploadRecord:
-    """An uploaded save; times are in seconds since 1970."""
-
-    number: int
-    save_id: SaveId
-    nbytes: int
-    objects: int
-    seconds: float
-    lag_secs: float
-    committed_unix_secs: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TierProgress:
-    """Which staged saves have reached a tier; the fields from ``pid`` on are for the remote one."""
+    """What has reached a tier; the fields from ``pid`` on are for the remote one."""
 
     holder: str  # of the claim under which the replicator runs
     saves: tuple[str, ...] = ()  # that peers hold completely, by ``key_of``
@@ -220,30 +245,26 @@ class TierProgress:
     problem: str | None = None  # why nothing reaches the tier
     code: str = ""
     problem_unix_secs: float = 0.0  # since when
-    pid: int = 0
+    pid: int = 0  # of the uploader
     orders: int = 0  # number of the newest orders carried out, except waiting removals
-    entry: int = 0  # number of the newest remote journal entry that it has seen
-    #: By staged run, the greatest attempt ever committed remotely.
-    committed: dict[str, int] = dataclasses.field(default_factory=dict)
-    #: The newest uploads; their numbers count all of this holder.
-    recent: tuple[UploadRecord, ...] = ()
+    #: The newest remote journal entry that it has seen, which the trainer then need not fetch.
+    entry: Entry = dataclasses.field(default_factory=Entry)
+    uploads: int = 0  # number of uploads of this holder
+    recent: tuple[UploadEvent, ...] = ()  # the newest ones, without what still waits
     fenced: str | None = None  # message about the trainer that took the remote directory
 
-    def has(self, save_id: SaveId) -> bool:
-        """Returns whether a save has reached the tier, even if it has been removed since."""
-        is_committed = self.committed.get(save_id.run, -1) >= save_id.attempt
-        return is_committed or key_of(save_id.step, save_id) in self.saves
-
     def lacks(self, step: int, save_id: SaveId | None, remote: State) -> bool:
-        """Returns whether a staged save has reached neither the tier nor a later one, but may.
+        """Returns whether a staged save has reached neither the tier nor ``remote``, but may.
 
-        If its manifest is unreadable, it has no ``save_id`` here, and only the step counts.
+        ``remote`` must not be older than the progress of the upload. If the save's manifest is
+        unreadable, it has no ``save_id`` here, and only the step counts.
         """
-        if key_of(step, save_id) in self.damaged:
+        key = key_of(step, save_id)
+        if key in self.damaged or key in self.saves:
             return False
         if save_id is None:
             return step not in remote.steps
-        return not (self.has(save_id) or remote.was_committed(save_id))
+        return not remote.was_committed(save_id)
 
 
 def key_of(step: int, save_id: SaveId | None) -> str:
@@ -266,8 +287,6 @@ class StagingDir:
         self.log = path / "uploader.log"
         self.fetched = path / "fetched"
         self._starting = path / "starting.msgpack"
-        self._entry = path / "entry.msgpack"
-        self._peers = path / "peers.msgpack"
 
     def make(self) -> None:
         """Creates it and its folders, private to this user, since they hold the weights."""
@@ -324,30 +343,10 @@ class StagingDir:
         """Returns what has reached a tier under a claim; empty if it is missing or unreadable."""
         path = self._progress(tier)
         try:
-            data = store_path(path).read()
-            found = records.from_bytes(data, TierProgress, name=path.name, magic=_PROGRESS)
+            found = _progress_from(store_path(path).read(), path.name)
         except RestoreError:  # None yet, or lost in a power cut: the replicator rebuilds it.
             return TierProgress(holder=holder)
         return found if found.holder == holder else TierProgress(holder=holder)
-
-    def peers(self) -> bytes | None:
-        """Returns the peers that the trainer has found, or None."""
-        return _read(self._peers)
-
-    def note_peers(self, data: bytes | None) -> None:
-        """Records the addresses of peers, and the token that they accept."""
-        if data is None:
-            self._peers.unlink(missing_ok=True)
-        else:
-            self._write(self._peers, data)
-
-    def entry(self) -> bytes | None:
-        """Returns the newest remote journal entry that the replicator has seen, or None."""
-        return _read(self._entry)
-
-    def report_entry(self, entry: Entry) -> None:
-        """Passes the newest remote journal entry to the trainer, which then need not fetch it."""
-        self._write(self._entry, entries.to_bytes(entry))
 
     def report(self, progress: TierProgress, tier: TierName = "remote") -> None:
         """Reports the progress of a tier to the trainer."""
@@ -356,13 +355,6 @@ class StagingDir:
     def _write(self, path: Path, data: bytes, *, fsync: bool = False) -> None:
         """Writes a record that only this user can read."""
         DurableDir(path.parent, fsync=fsync, private=True).write(path, data)
-
-
-def _read(path: Path) -> bytes | None:
-    """Reads a record; None if it does not exist or cannot be read."""
-    with contextlib.suppress(RestoreError):
-        return store_path(path).read()
-    return None
 
 
 def _read_orders(path: Path) -> Orders | None:
@@ -381,6 +373,15 @@ def _orders_from(data: bytes, name: str) -> Orders:
     return records.from_bytes(
         data, Orders, name=name, magic=_ORDERS, since_development=_SINCE_DEVELOPMENT
     )
+
+
+@functools.lru_cache(4)
+def _progress_from(data: bytes, name: str) -> TierProgress:
+    """Decodes progress, once: the trainer polls the same file, which holds a journal entry."""
+    found = records.from_bytes(data, TierProgress, name=name, magic=_PROGRESS)
+    if found.entry.number:
+        entries.check_entry(found.entry, name)
+    return found
 
 
 def default_stage(url: str, endpoint: str | None) -> Path:

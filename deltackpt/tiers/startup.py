@@ -36,10 +36,10 @@ from deltackpt.storage.store import store_path
 from deltackpt.tiers.bundles import BundleManifest
 from deltackpt.tiers.extent_store import ExtentFile
 from deltackpt.tiers.local_replicas import LocalReplicas
-from deltackpt.tiers.peers import PeerGroup
 from deltackpt.tiers.replication import FindPeers, ReplicationClient
 from deltackpt.tiers.staging import (
     Orders,
+    PeerGroup,
     Removal,
     RunLineage,
     StagingDir,
@@ -118,9 +118,10 @@ def open_bucket(
         old = check_stage(stage, place.url, tiers.endpoint)
         found = LocalReplicas(stage, local, extents, shard, shards, fsync=fsync)
         opened.callback(found.close)
-        find, group = _finder(place.url, item, tiers, claim), None
-        if find is not None:
-            found.connect(group := find(None))
+        find = _finder(place.url, item, tiers, claim)
+        peers = None if find is None else find(None)
+        if peers is not None:
+            found.connect(peers)
         first = Orders(
             number=1,
             lease=local.epoch,
@@ -131,16 +132,17 @@ def open_bucket(
             epoch=claim.lease.epoch,
             bytes_per_sec=tiers.bytes_per_sec,
             store_secs=limit,
+            peers=peers,
             process=shard,
             processes=shards,
         )
         start = _Startup(stage, local, journal.known, first, found, writing, not tiers.shared)
         orders = start.run(old, WalUpload(stage, journal).upload_headers)
-        if group is not None:
-            group.require_nodes()  # The remaining nodes were asked before.
+        if peers is not None:
+            peers.require_nodes()  # The remaining nodes were asked before.
         stage.announce(orders)
         client = ReplicationClient(
-            found, journal, options, orders, processes=processes, find_peers=find, group=group
+            found, journal, options, orders, processes=processes, find_peers=find
         )
         client.failed_start_cleanup = opened.pop_all()
         return client
@@ -273,7 +275,8 @@ def unfinished_rollback(
         return ()
     newest = max(back, key=lambda one: (one.lineage.moment, one.save_id.step))
     done = {one.lease.epoch: one.generations for one in state.entry.claims}
-    if newest.generation < done.get(newest.epoch, 0):
+    epoch, generation = newest.lineage.moment
+    if generation < done.get(epoch, 0):
         return ()  # A save was uploaded after its run had rolled back others.
     by_run = {lineage.run: lineage for lineage in lineages}
 
@@ -290,7 +293,7 @@ def unfinished_rollback(
         for one in steps
         if one.step > kept
         and not is_in_lineage(one.save_id)
-        and (entries.prefix_epoch(one.prefix) or 0) <= newest.epoch
+        and (entries.prefix_epoch(one.prefix) or 0) <= epoch
     )
 
 

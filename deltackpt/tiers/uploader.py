@@ -7,8 +7,7 @@ entry names; they are swept later.
 
 If each process of a job has a staging directory, each uploader uploads its shard of a save to a
 path that is derived from the claim and the save, and reports that, or that it cannot, with an
-object in the remote ``shard-reports/``. Process 0's uploader commits the save once all shards are
-there.
+object there. Process 0's uploader commits the save once all shards are there.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ from deltackpt.errors import (
     StorageError,
     TargetDiffers,
 )
+from deltackpt.events import UploadEvent
 from deltackpt.format import naming, records
 from deltackpt.format.manifest import SaveId, SaveInfo
-from deltackpt.ledger.entries import SAVES, CatalogEntry, Entry, ObjectKey, State, prefix_epoch
+from deltackpt.ledger.entries import CatalogEntry, ObjectKey, State
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.upload import Unit, describe, send
 from deltackpt.reading import inventory, stored_saves
@@ -48,14 +48,13 @@ from deltackpt.tiers.staging import (
     Orders,
     StagingDir,
     TierProgress,
-    UploadRecord,
     key_of,
 )
 from deltackpt.tiers.wal_upload import WalUpload
 
 _logger = logging.getLogger(__name__)
 
-#: Folder of the reports of several uploaders.
+#: Folder of the reports of several uploaders, below the prefix of a save.
 REPORTS = "shard-reports"
 _REPORT, _SUFFIX = "deltackpt.stage.shard", ".msgpack"
 _REPORT_NAME = re.compile(rf"(0|[1-9][0-9]{{0,8}}){re.escape(_SUFFIX)}")
@@ -147,8 +146,6 @@ class Uploader(Cursor):
         self._orders = orders
         self._journal: Journal | None = None
         self._adopts = adopts
-        #: Nonce of the journal entry that was last passed to the trainer.
-        self._written_entry = ""
         self._pace = Pace()
         #: Saves that are not complete yet, by key.
         self._uploads: dict[str, _Upload] = {}
@@ -256,7 +253,7 @@ class Uploader(Cursor):
         return [one.step for one in self._staged() if self._is_waiting(one)]
 
     def _is_waiting(self, save: StagedSave) -> bool:
-        remote = State(Entry()) if self._journal is None else self._journal.known
+        remote = State(self.progress.entry) if self._journal is None else self._journal.known
         return self.progress.lacks(save.step, save.info and save.info.save_id, remote)
 
     def _staged(self) -> list[StagedSave]:
@@ -282,8 +279,6 @@ class Uploader(Cursor):
         journal = Journal(root, while_waiting=self._check_orders)
         if journal.resume(orders.holder).lease.pending and orders.process == 0:
             journal.start()  # The trainer has started, but the store did not answer.
-        if orders.no_shared_fs and orders.process == 0:
-            _remove_reports(root, orders.epoch)
         self._journal, self._pace = journal, Pace(orders.bytes_per_sec)
         self._uploads, self._is_littered = {}, True
         self._wal = WalUpload(self.stage, journal)
@@ -368,19 +363,8 @@ class Uploader(Cursor):
 
     def _report_state(self, **changes: object) -> None:
         """Reports the remote contents according to the journal, and other changes."""
-        runs = {info.save_id.run for info in self._infos.values() if info is not None}
-        entry = self.journal.known.entry
-        held = {run: attempt for run, attempt in entry.committed.items() if run in runs}
         holder = self.journal.claimed.lease.holder
-        self.report(entry=entry.number, committed=held, holder=holder, **changes)
-
-    def _write_progress(self) -> None:
-        entry = None if self._journal is None else self._journal.known.entry
-        if entry is not None and entry.nonce != self._written_entry:
-            # Before its number, so that a reader of the number finds the entry.
-            self.stage.report_entry(entry)
-            self._written_entry = entry.nonce
-        super()._write_progress()
+        self.report(entry=self.journal.known.entry, holder=holder, **changes)
 
     # ---- one save
 
@@ -433,12 +417,11 @@ class Uploader(Cursor):
         if upload is not None:
             upload.save, upload.info = save, info
             return upload
-        token, at = None, None
+        token = None
         if self.orders.no_shared_fs:
             token = hashlib.sha256(save.key.encode()).hexdigest()[:12]
         prefix = self.journal.prefix(ObjectKey(save.step), token)
-        if token is not None:
-            at = self.journal.root / REPORTS / prefix.removeprefix(f"{SAVES}/")
+        at = None if token is None else self.journal.root / prefix / REPORTS
         self._uploads[save.key] = upload = _Upload(
             save=save, info=info, prefix=prefix, reports=ShardReports(at)
         )
@@ -543,23 +526,26 @@ class Uploader(Cursor):
                 self._is_littered = True
 
     def _report_uploaded(self, upload: _Upload) -> None:
-        save, recent, now = upload.save, self.progress.recent, time.time()
+        save, before, now = upload.save, self.progress, time.time()
         assert upload.committed is not None
         del self._uploads[save.key]
-        record = UploadRecord(
-            number=recent[-1].number + 1 if recent else 1,
-            save_id=upload.info.save_id,
-            nbytes=upload.committed.stored_bytes,
+        event = UploadEvent(
+            step=save.step,
+            process=self.orders.process,
+            bytes_sent=upload.committed.stored_bytes,
             objects=upload.objects,
             seconds=time.perf_counter() - upload.began,
             lag_secs=max(0.0, now - _made_secs(save.at)),
             committed_unix_secs=now,
+            waiting=0,
+            waiting_bytes=0,
         )
-        self._report_state(recent=(*recent, record)[-MOST_RECENT:])
+        recent = (*before.recent, event)[-MOST_RECENT:]
+        self._report_state(uploads=before.uploads + 1, recent=recent)
         _logger.info(
-            "uploaded step %d: %d bytes in %.2f s", save.step, record.nbytes, record.seconds
+            "uploaded step %d: %d bytes in %.2f s", save.step, event.bytes_sent, event.seconds
         )
-        upload.reports.remove()  # If that fails, the next claim removes them.
+        upload.reports.remove()  # If that fails, they are removed with the save.
 
 
 def delay_secs(made: Sequence[float], now: float, process: int, processes: int) -> float:
@@ -583,14 +569,6 @@ def _read_report(at: StorePath, process: int) -> ShardReport:
         return records.from_bytes(data, ShardReport, name=at.shown(), magic=_REPORT)
     except RestoreError as error:
         return ShardReport(process=process, problem=f"the report of process {process}: {error}")
-
-
-def _remove_reports(root: StorePath, epoch: int) -> None:
-    at = root / REPORTS
-    for name in at.folders():
-        of = prefix_epoch(f"{SAVES}/{name}")
-        if of is not None and of < epoch:
-            at.store.delete([(at / name / one).key for one in (at / name).keys()])
 
 
 def _made_secs(at: StorePath) -> float:

@@ -19,7 +19,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -210,7 +209,6 @@ def write(root: Path, handlers: dict[str, Any], state_of: Callable[[int], dict])
             manager.save(step, state_of(step), touched=touched)
     for leftover in root.glob("lease.*"):
         leftover.unlink(missing_ok=True)
-    shutil.rmtree(root / naming.TRASH, ignore_errors=True)
 
 
 class _Pack:

@@ -338,8 +338,8 @@ def phase(call: str, path: str) -> str:
     top, _, below = path.lstrip("/").partition("/")
     if top.startswith("rolled-back"):
         return "rollback: later steps aside"
-    if top.startswith("deleted"):
-        return "removal: rename into the trash" if call == "rename" else "removal: collection"
+    if "-removed-" in top:
+        return "removal: rename" if call == "rename" else "removal: collection"
     if top.startswith("compacted"):
         return "compaction"
     if top.startswith((".lease", "lease")) or not top:
@@ -378,7 +378,7 @@ PHASES = (
     "commit: digests of the step",
     "commit: fsync of the step",
     "commit: rename, fsync of the directory",
-    "removal: rename into the trash",
+    "removal: rename",
     "removal: collection",
     "rollback: later steps aside",
 )
@@ -397,8 +397,8 @@ MATCHES = {
     "commit: digests of the step": "digests.step",
     "commit: fsync of the step": "fsync /",
     "commit: rename, fsync of the directory": "fsync \n",
-    "removal: rename into the trash": "rename /deleted",
-    "removal: collection": "unlink /deleted",
+    "removal: rename": f"rename /{naming.REMOVED}",
+    "removal: collection": f"unlink /{naming.REMOVED}",
     "rollback: later steps aside": "rolled-back",
 }
 
@@ -429,8 +429,8 @@ class Outside:
         """Half of the time, adds a link in a root at a path that is removed sooner or later."""
         run = f"{random_.getrandbits(128):032x}"
         places = [
-            f"{naming.TRASH}/{run}",
-            f"{naming.TRASH}/{run}/1",
+            f"{naming.REMOVED}{run}",
+            f"{naming.REMOVED}{run}/1",
             f"{naming.ROLLED_BACK}/{run}",
             f"{naming.COMPACTED}/3.{run}.tmp",
             f"{naming.COMPACTED}/3.{run}.tmp/embeddings",

@@ -143,7 +143,9 @@ class _Trainer:
                     self._damage(ledger.known.entry.number)
             if self.drawn.random() < 0.3:
                 steps = [*_tried(ledger.state).steps.values()]
-                first = max((n for n, one in enumerate(steps) if one.kind == "base"), default=0)
+                first = max(
+                    (n for n, one in enumerate(steps) if one.info.kind == "base"), default=0
+                )
                 old = [one.prefix for one in steps[:first]]
                 with self._in("retire"):
                     _tried(functools.partial(ledger.retire, lambda state, old=old: old))
@@ -180,7 +182,7 @@ class _Trainer:
         )
         with self._in("put: files"):
             prefix = _tried(lambda: self._upload(ledger, unit))
-        standing = CatalogEntry.from_info(info, unit, prefix, stored_bytes=2, crc32c=1)
+        standing = CatalogEntry(info=info, item=unit.item, prefix=prefix, stored_bytes=2, crc32c=1)
         with self._in("put: entry"):
             stands = _tried(lambda: ledger.commit(standing))
         self.committed.append((prefix, stands))
@@ -207,7 +209,7 @@ def _read(root: StorePath, over: threading.Event) -> int:
         except StorageError:
             continue
         for one in state.steps.values():
-            assert one.parent is None or state.exists(one.parent.save_id), one
+            assert one.info.parent is None or state.exists(one.info.parent.save_id), one
             at = root / one.prefix / "x"
             try:
                 assert at.store.get(at.key) == one.prefix.encode()

@@ -149,7 +149,6 @@ def _round(path: Path, drawn: random.Random) -> Counter[str]:
         for folder in (*(path / str(step) for step in steps), *aside):
             assert len(_stored(folder)) == 1, folder
         assert not [name for name in os.listdir(path) if is_leftover(name)]
-        assert not [*(path / naming.TRASH).glob("*/*")]
     counts = Counter(rounds=1, commits=len(shared.committed), epochs=root.epoch, reads=reads)
     return counts + shared.counts
 

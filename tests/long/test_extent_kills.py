@@ -68,8 +68,8 @@ class Expected:
         assert there.items() <= (self.held | holding).items(), (self.held, holding, there)
         for label in found.refs():
             out = bytearray(label.nbytes)
-            with found.open(label) as reader:
-                reader.read_into(0, memoryview(out))
+            reader = found.open(label)
+            reader.read_into(0, memoryview(out))
             assert out == contents(label.key, label.nbytes), label
             self.restored += 1
         self.held = there

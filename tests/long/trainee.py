@@ -49,7 +49,6 @@ from deltackpt.errors import (
     StepGone,
     StepNotFound,
 )
-from deltackpt.format import naming
 from deltackpt.layers.write import LayerFile
 from deltackpt.maintenance import compact
 from deltackpt.save import dense_save
@@ -497,7 +496,6 @@ def train(task: dict[str, Any]) -> None:
     }
     with around(task, **options) as (saver, surroundings):
         leftovers = [path.name for path in root.glob("*.orbax-checkpoint-tmp*")]
-        leftovers += [path.name for path in root.glob(f"{naming.TRASH}/*/*")]
         training = Training(saver, root, task["branch"], surroundings)
         training.start(leftovers)
         for doing, *number in task["doings"]:

@@ -285,10 +285,11 @@ def _length(plan: ReplayPlan) -> Finding:
 
 
 def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
+    left = [path / name for name in entries if is_leftover(name)]
     for subject, found, meaning, action in (
         (
             "unfinished steps",
-            [path / name for name in entries if is_leftover(name)],
+            [one for one in left if not one.name.startswith(naming.REMOVED)],
             "A save in flight, or an interrupted one; readers ignore it.",
             "none: the next trainer that opens the directory removes leftovers",
         ),
@@ -300,7 +301,7 @@ def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
         ),
         (
             "deleted steps",
-            sorted(path.glob(f"{naming.TRASH}/*/*")),
+            [one for one in left if one.name.startswith(naming.REMOVED)],
             "Retention has deleted them; their files are being removed.",
             "none: this trainer, or the next one, removes them",
         ),
