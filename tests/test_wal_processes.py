@@ -107,6 +107,17 @@ def assert_restores(job: Job, root: Path, place: dict[str, Any], step: int, base
     assert (found["point"], found["chain"]) == (step, [base])
 
 
+def assert_reads_alone(root: Path, step: int, model: Model | None = None) -> None:
+    """The test's own process restores a step or recovery point without a template."""
+    with deltackpt.CheckpointManager(
+        root,
+        handlers={"embeddings": many_worker.tables()},
+        options=deltackpt.ManagerOptions(access="read"),
+    ) as reader:
+        found = reader.restore(step).state
+    assert many_worker.difference(found, (model or Model()).at(step)) is None
+
+
 # Recovery points, and restores on other topologies.
 
 

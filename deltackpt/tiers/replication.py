@@ -451,7 +451,7 @@ class ReplicationClient:
 
     def oldest_needed(self) -> SaveId | None:
         """Returns the uploaded save onto which a new node may replay the WAL, if reported."""
-        self.read_progress()
+        self.progress()
         return oldest_needed(self.journal.known)
 
     def remote(self) -> State:
