@@ -286,6 +286,19 @@ def test_a_run_can_go_back_from_a_step_that_was_only_inspected(trainer):
     assert third.parent is not None and third.parent.save_id == second.save_id
 
 
+@pytest.mark.parametrize("found", ["distrust", "suspect", "lost"])
+def test_a_run_that_goes_back_still_distrusts_its_rows(trainer, found):
+    first = trainer.save(1)
+    lineage = trainer.lineage
+    lineage.lost(1, "doubt") if found == "lost" else getattr(lineage, found)("doubt")
+    restored(trainer, first, at(0, identity=8))
+    assert (lineage.distrusted, lineage.suspected) == (None, None)
+    assert lineage.go_back(at(2))
+    assert "doubt" in (lineage.distrusted, lineage.suspected)
+    trainer.save(2, force_base=True)
+    assert (lineage.distrusted, lineage.suspected) == (None, None)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.sampled_from(["commit", "fail", "late", "foreign", "remove"]), max_size=12),

@@ -107,17 +107,6 @@ def assert_restores(job: Job, root: Path, place: dict[str, Any], step: int, base
     assert (found["point"], found["chain"]) == (step, [base])
 
 
-def assert_reads_alone(root: Path, step: int, model: Model | None = None) -> None:
-    """The test's own process restores a step or recovery point without a template."""
-    with deltackpt.CheckpointManager(
-        root,
-        handlers={"embeddings": many_worker.tables()},
-        options=deltackpt.ManagerOptions(access="read"),
-    ) as reader:
-        found = reader.restore(step).state
-    assert many_worker.difference(found, (model or Model()).at(step)) is None
-
-
 # Recovery points, and restores on other topologies.
 
 
@@ -268,7 +257,7 @@ def test_a_failed_batch_of_one_process_voids_its_point_but_not_the_next(job, roo
     of_one(job, 1, "wait_appended")
     # Process 1 has no record of step 3, although it has a later one.
     assert of_one(job, 0, "wait_appended")["recovery"] == [2, True]
-    assert_reads_alone(root, 2)
+    assert_read_alone(root, 2)
     logged(job, 5)
     [event] = job.all("told")[1]["events"]
     assert (event["operation"], event["step"]) == ("append", 3)

@@ -116,6 +116,9 @@ class Branch:
     attempts: int = 0
     #: How many saves of any branch had been begun when it was left.
     left_after: int = 0
+    #: ``Lineage.distrusted`` and ``Lineage.suspected`` when it was left.
+    distrusted: str | None = None
+    suspected: str | None = None
     #: The newest save whose clocks are known and that deltas may all be taken against.
     delta_base: Known | None = None
     previous: Known | None = None

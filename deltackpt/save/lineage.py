@@ -327,6 +327,8 @@ class Lineage:
                 return False
             self._former.remove(former)
             self._leave(former)
+            self._distrusted = self._distrusted or former.distrusted
+            self.suspected = self.suspected or former.suspected
             self._forget_deleted(former)
             return True
 
@@ -340,6 +342,7 @@ class Lineage:
         self._poll()
         self._branch.in_flight = None
         self._branch.left_after = self._begun
+        self._branch.distrusted, self._branch.suspected = self._distrusted, self.suspected
         if self._branch.previous is not None:
             self._former.append(self._branch)
         if len(self._former) > _FORMER:
