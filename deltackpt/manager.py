@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from deltackpt import coordination, events
+from deltackpt.cached import cached_property
 from deltackpt.errors import (
     AppendFailed,
     ClosedError,
@@ -220,11 +221,11 @@ class CheckpointManager:
             raise
         self._closed = False
 
-    @functools.cached_property
+    @cached_property
     def _restorer(self) -> restoring.Restorer:
         return restoring.Restorer(self._run)
 
-    @functools.cached_property
+    @cached_property
     def _catalog(self) -> catalog.Catalog:
         return catalog.Catalog(self._run)
 

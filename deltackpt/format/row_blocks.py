@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from deltackpt.cached import cached_property
 from deltackpt.format import dtypes
 from deltackpt.format.records import (
     KEPT_FIELDS,
@@ -368,7 +369,7 @@ class GroupEntry:
     rows: int
     fields: tuple[FieldSpec, ...]
 
-    @functools.cached_property
+    @cached_property
     def width(self) -> int:
         """Columns of the tables."""
         return next(width(spec.trailing) for spec in self.fields if spec.name == VALUES)

@@ -24,6 +24,7 @@ import numpy as np
 from etils import epath
 
 from deltackpt import codecs
+from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format.manifest import nest
 from deltackpt.format.naming import DENSE_ITEM, PYTREE_METADATA
@@ -287,11 +288,11 @@ class StoredLeaves:
             return data if self._item.fresh else data.copy()
         return placement.assembled(template, boxes, held)
 
-    @functools.cached_property
+    @cached_property
     def _empty(self) -> dict[KeyPath, Callable[[], Any]]:
         return {key: _EMPTY[kind] for key, kind in self._kinds.items() if kind in _EMPTY}
 
-    @functools.cached_property
+    @cached_property
     def _stored(self) -> dict[KeyPath, _Stored]:
         """Returns the arrays that do not need Orbax, for any placement."""
         found: dict[KeyPath, _Stored] = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from deltackpt import units, vocab
+from deltackpt.cached import cached_property
 from deltackpt.errors import OptionError, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import chain, naming, row_blocks
 from deltackpt.format.manifest import SaveId, TableFigures, table_figures
@@ -73,7 +74,7 @@ class Checkpoints:
         self._stored: dict[tuple[int, DirIdentity], StoredSave] = {}
         self._figures: dict[StoredSave, tuple[TableFigures, ...]] = {}
 
-    @functools.cached_property
+    @cached_property
     def _row_indices(self) -> rows_of_saves.RowIndexCache:
         return rows_of_saves.RowIndexCache()
 

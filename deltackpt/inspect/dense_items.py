@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deltackpt import codecs
+from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged, ForeignDirectory
 from deltackpt.format import naming
 from deltackpt.format.manifest import DenseEntry, path_name
@@ -102,7 +102,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
     def __repr__(self) -> str:
         return f"<DenseItem {self.name}: {len(self)} leaves>"
 
-    @functools.cached_property
+    @cached_property
     def _leaves(self) -> dict[str, DenseLeaf]:
         with self._described_by(METADATA):
             kinds: dict[tuple[str, ...], str] = {
@@ -131,12 +131,12 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
                 raise TypeError(f"a {type(found).__name__} instead of a string")
         return found
 
-    @functools.cached_property
+    @cached_property
     def _strings(self) -> dict[str, object]:
         with self._reading():
             return self._json(_STRINGS) if self._has(_STRINGS) else {}
 
-    @functools.cached_property
+    @cached_property
     def _prng_impls(self) -> dict[str, str]:
         """Implementation of each typed PRNG key, by the leaf's keys joined with ``.``."""
         found = {}
@@ -283,7 +283,7 @@ class DenseLeaf:
         self._value_type = value_type
         self.name = name
 
-    @functools.cached_property
+    @cached_property
     def kind(self) -> str:
         """Kind of the leaf; see the class."""
         if self._value_type == "string":
@@ -313,7 +313,7 @@ class DenseLeaf:
         found = np.asarray(self)
         return found.item() if self.kind == "scalar" else found
 
-    @functools.cached_property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array; for a typed PRNG key, of its data."""
         return self._described[0]
@@ -350,13 +350,13 @@ class DenseLeaf:
             return f"<DenseLeaf {self.name} {self.value!r}>"
         return f"<DenseLeaf {self.name} {self.kind} {list(self.shape)} {_dtype_text(self)}>"
 
-    @functools.cached_property
+    @cached_property
     def _empty(self) -> np.ndarray | None:
         """The empty array that a string encodes; None if it is a plain string."""
         match = _EMPTY.fullmatch(self._item._text(self._key))
         return None if match is None else codecs.without_elements(match[1], match[2])
 
-    @functools.cached_property
+    @cached_property
     def _described(self) -> tuple[tuple[int, ...], np.dtype]:
         if self.kind in _NO_ARRAYS:
             raise TypeError(f"{self.name}: expected an array, found {self.kind}; see its value")
@@ -406,7 +406,7 @@ class DenseOfBlocks(DenseItem):
     def _shown(self) -> str:
         return f"{self._saves.name}/{self.name}"
 
-    @functools.cached_property
+    @cached_property
     def _described(self) -> DenseValues:
         """The item's files, and the metadata of its arrays."""
         return self._saves.dense(lambda name: name.endswith(f"/{ocdbt.ZARRAY}"))

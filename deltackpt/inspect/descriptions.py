@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import RestoreError
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import Kind, SaveId, TableFigures
@@ -96,12 +96,12 @@ class Save:
         """Number of rows of all tables."""
         return sum(self.table_rows.values())
 
-    @functools.cached_property
+    @cached_property
     def disk_bytes(self) -> int:
         """Bytes of all files of the step; 0 if it was removed."""
         return self.store_path.tree_bytes()
 
-    @functools.cached_property
+    @cached_property
     def committed_at(self) -> float | None:
         """Time of Orbax's commit, in seconds since 1970; None if it is not recorded."""
         try:

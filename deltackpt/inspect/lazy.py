@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deltackpt import codecs
+from deltackpt.cached import cached_property
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveId, TableEntry
 from deltackpt.format.row_blocks import Box, FieldSpec, Rows, Segment, Span, StoredRows, width
@@ -200,7 +200,7 @@ class Saves:
         """Id of the save; for a recovery point, of its WAL record."""
         return self.target.info.save_id if self.plan is None else self.plan.point.save_id
 
-    @functools.cached_property
+    @cached_property
     def layout(self) -> Layout:
         """Tables and groups of the step."""
         return self.target.layout

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from deltackpt import vocab
+from deltackpt.cached import cached_property
 from deltackpt.errors import RestoreError, TemplateMismatch
 from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import TableEntry
@@ -178,7 +178,7 @@ class Step:
         )
         return (*saves, *([] if self.point is None else [str(self.point)]))
 
-    @functools.cached_property
+    @cached_property
     def tables(self) -> Mapping[str, Table]:
         """Tables by name."""
         groups = self._saves.layout.group_by_name
@@ -189,7 +189,7 @@ class Step:
             }
         )
 
-    @functools.cached_property
+    @cached_property
     def dense(self) -> Mapping[str, DenseLeaf]:
         """Dense leaves saved by deltackpt's manager, by '/'-joined path."""
         if not self._own.layout.dense:
@@ -199,7 +199,7 @@ class Step:
             stored_saves.check_dense(self._own)
         return self._item(naming.DENSE_ITEM)
 
-    @functools.cached_property
+    @cached_property
     def dense_saved(self) -> tuple[SavedLeaf, ...]:
         """Blocks of each dense leaf in this save; empty if the leaves are in Orbax's item.
 
@@ -212,7 +212,7 @@ class Step:
         with self._detect_removal():
             return saved_leaves(self._own)
 
-    @functools.cached_property
+    @cached_property
     def items(self) -> Mapping[str, DenseItem]:
         """Items of Orbax's PyTree handler, by name; includes dense leaves stored as blocks.
 
@@ -244,7 +244,7 @@ class Step:
             exists=self._exists,
         )
 
-    @functools.cached_property
+    @cached_property
     def _own(self) -> StoredSave:
         """The save itself, even if the chain uses its compacted base."""
         target = self._saves.target

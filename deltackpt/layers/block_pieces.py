@@ -7,7 +7,6 @@ therefore read together with adjacent ones, in *windows*.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deltackpt import codecs
+from deltackpt.cached import cached_property
 from deltackpt.codecs.block_codecs import BlockCodec
 from deltackpt.errors import Damaged
 from deltackpt.format import row_blocks
@@ -134,7 +134,7 @@ class BlockField:
             task = self._counting = self._counting or Task(read)
         return task.result()
 
-    @functools.cached_property
+    @cached_property
     def _begins(self) -> np.ndarray:
         """Where the elements of each of these blocks begin, int64; and the end of the last."""
         counts = self._counts

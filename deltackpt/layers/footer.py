@@ -9,7 +9,6 @@ count from its first byte, so layers can be appended to a file, or embedded in o
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import struct
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import google_crc32c
 import numpy as np
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged, FormatTooNew
 from deltackpt.format import dtypes, naming, records
 from deltackpt.format.manifest import SaveId
@@ -108,7 +108,7 @@ class LayerArray:
     compression: Compression = ""
     chunks: bytes = b""
 
-    @functools.cached_property
+    @cached_property
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """Offset, bytes and CRC32C of each chunk."""
         return tuple(_PLACE.iter_unpack(self.chunks))

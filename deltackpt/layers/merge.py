@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from deltackpt import codecs
+from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged
 from deltackpt.format import row_blocks
 from deltackpt.format.row_blocks import (
@@ -180,7 +180,7 @@ class SegmentField:
         """Reads elements of a stored array; raises Damaged."""
         self.layer.read_into(self.segment, entry, start, stop, out)
 
-    @functools.cached_property
+    @cached_property
     def raw_positions(self) -> np.ndarray:
         """The positions in the segment, ascending, of the raw rows."""
         entry = self.raw_rows[1]

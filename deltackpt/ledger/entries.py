@@ -9,12 +9,12 @@ the greatest number is authoritative, so the state is one object and changes by 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged
 from deltackpt.format import naming, records
 from deltackpt.format.manifest import SaveId, SaveInfo
@@ -174,12 +174,12 @@ class State:
 
     entry: Entry
 
-    @functools.cached_property
+    @cached_property
     def catalog(self) -> Mapping[ObjectKey, CatalogEntry]:
         """The committed units."""
         return {one.object_key: one for one in self.entry.catalog}
 
-    @functools.cached_property
+    @cached_property
     def uploads(self) -> frozenset[tuple[ObjectKey, SaveId]]:
         """The committed units, each with its save."""
         return frozenset((unit, one.save_id) for unit, one in self.catalog.items())
@@ -221,18 +221,18 @@ class State:
         """The epoch of the next claim, which no claim had before."""
         return max(self.epoch, self.entry.withdrawn) + 1
 
-    @functools.cached_property
+    @cached_property
     def steps(self) -> dict[int, CatalogEntry]:
         """The committed steps, ascending."""
         found = ((unit.step, one) for unit, one in self.catalog.items() if unit.item is None)
         return dict(sorted(found))
 
-    @functools.cached_property
+    @cached_property
     def bases(self) -> dict[ObjectKey, CatalogEntry]:
         """The compacted bases."""
         return {unit: one for unit, one in self.catalog.items() if unit.item is not None}
 
-    @functools.cached_property
+    @cached_property
     def prefixes(self) -> frozenset[str]:
         """Every prefix whose files must remain."""
         every = [*self.catalog.values(), *(one.entry for one in self.entry.rolled_back)]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged
 from deltackpt.format import naming
 from deltackpt.format.records import TAIL_BYTES
@@ -156,11 +157,11 @@ class OrbaxValues:
                     return found
         return _FileReader(self.at / file, shown, expected, values)
 
-    @functools.cached_property
+    @cached_property
     def _expected(self) -> Mapping[str, Digest] | None:
         return None if self._read_digests is None else self._read_digests()
 
-    @functools.cached_property
+    @cached_property
     def _files(self) -> list[str]:
         found = self.at.keys() if self._expected is None else self._expected
         return [name for name in found if not name.startswith(_OF_DATABASE)]
@@ -178,7 +179,7 @@ class OrbaxValues:
             digests.check_bytes(data, self._listed(name, shown), shown)
         return memoryview(data)
 
-    @functools.cached_property
+    @cached_property
     def _index(self) -> Index:
         if not any(name.startswith(_OF_DATABASE) for name in self._expected or _OF_DATABASE):
             return Index({}, {})  # If all leaves are strings or None, the item has no database.

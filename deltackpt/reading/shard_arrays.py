@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import LayerRef, Manifest
@@ -32,7 +33,7 @@ class ZarrArrays:
         self._item_dir, self._record = item_dir, record
         self._checked: set[str] = set()
 
-    @functools.cached_property
+    @cached_property
     def _digests(self) -> dict[str, dict[str, Digest]]:
         """Directory of each array below the item's to its chunks' paths and digests."""
         found: dict[str, dict[str, Digest]] = {}
@@ -43,7 +44,7 @@ class ZarrArrays:
                 found.setdefault(array, {})[chunk] = digest
         return found
 
-    @functools.cached_property
+    @cached_property
     def _sums(self) -> dict[str, dict[str, ChunkSums]]:
         return {
             array: {name: ChunkSums(one.tail, one.blocks) for name, one in chunks.items()}
@@ -147,7 +148,7 @@ class LayerArrays:
         #: Row groups that agree with the record.
         self._checked: dict[str, RowGroup] = {}
 
-    @functools.cached_property
+    @cached_property
     def layer(self) -> LayerReader:
         """The layer; raises Damaged if its footer is missing, altered, or that of another save."""
         return self._opened()
@@ -210,7 +211,7 @@ class LayerArrays:
             self.layer.read_into(array, start, stop, whole)
             out[...] = whole
 
-    @functools.cached_property
+    @cached_property
     def _groups(self) -> dict[str, RowGroup]:
         return {group.name: group for group in self.layer.manifest.row_groups}
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -21,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from deltackpt import codecs
+from deltackpt.cached import cached_property
 from deltackpt.codecs import block_codecs
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.format import naming, row_blocks
@@ -178,7 +178,7 @@ class DenseShard:
                 raise Damaged(self.name, f"{expected} of {segment.name}", shown)
         return BlockField(self, segment, codec)
 
-    @functools.cached_property
+    @cached_property
     def plain_bytes(self) -> np.ndarray:
         """The bytes of all its plain values, (n,) uint8; it has some."""
         [segment] = [segment for segment in self.record.segments if segment.group == PLAIN]
@@ -242,12 +242,12 @@ class StoredItem:
         self._room = room
         self._name = saves[-1].name
 
-    @functools.cached_property
+    @cached_property
     def outline(self) -> DenseValues:
         """All files, and the metadata of the arrays."""
         return self.read(lambda key: key.endswith(f"/{ZARRAY}"))
 
-    @functools.cached_property
+    @cached_property
     def missing(self) -> Mapping[Key, BlockedValue]:
         """The values that the deltas do not complete; reads only records and row indices."""
         if not self.shards:
@@ -289,7 +289,7 @@ class BaseItem:
     item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.open_values
     on_bytes: OnBytes = uncounted
 
-    @functools.cached_property
+    @cached_property
     def item(self) -> OrbaxValues:
         """The item, which caches what it has verified."""
         return self.item_of(self.save)
@@ -390,7 +390,7 @@ class DensePlan:
                             coming[key] = runtime.submit(shard.rows, segment)
                 self._add(save, coming)
 
-    @functools.cached_property
+    @cached_property
     def changed(self) -> set[Key]:
         """The values of which the saves contain a part."""
         return {*self._plain, *(key for key, _ in self._chains)}

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import google_crc32c
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
@@ -155,7 +155,7 @@ class StoredSave:
         """Returns the manifest of every process."""
         return tuple(shard.record for shard in self.shards())
 
-    @functools.cached_property
+    @cached_property
     def _read(self) -> dict[int, StoredShard]:
         return {0: self._stored(self.head)}
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import (
     Damaged,
     DamagedWal,
@@ -581,12 +581,12 @@ class EpochState:
         """Returns the epoch's header if it can be read."""
         return None if self.view is None else self.view.head
 
-    @functools.cached_property
+    @cached_property
     def points(self) -> list[RecoveryPoint]:
         """Returns the epoch's recovery points, newest first, including soft ones."""
         return [] if self.view is None else self.view.points()
 
-    @functools.cached_property
+    @cached_property
     def nbytes(self) -> int:
         """Returns the total size of the epoch's files."""
         return sum(folder.tree_bytes() for folder in self.folders)

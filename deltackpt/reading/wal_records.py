@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged, DamagedWal, FormatMismatch
 from deltackpt.format import naming, records, row_blocks, wal_format
 from deltackpt.format.manifest import SaveId
@@ -89,12 +89,12 @@ class WalRecord:
         """Returns the offset of its end in its segment."""
         return self.layer.start + self.layer.nbytes
 
-    @functools.cached_property
+    @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The rows; raises Damaged if a row group is invalid."""
         return self._segments(lambda group: group.kind == "rows")
 
-    @functools.cached_property
+    @cached_property
     def dense(self) -> DenseBlocks | None:
         """The dense leaves; None if the record has none. Raises Damaged if they are invalid."""
         if self.head.values is None:
@@ -109,7 +109,7 @@ class WalRecord:
             row_blocks.check(found)
         return found
 
-    @functools.cached_property
+    @cached_property
     def arrays(self) -> LayerArrays:
         """Returns the arrays of its layer."""
         return LayerArrays(self.layer.at, name=self.name, nbytes=self.nbytes)

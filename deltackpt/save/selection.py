@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deltackpt import coordination, kernels
+from deltackpt.cached import cached_property
 from deltackpt.errors import TableSelectionError, TrackingError
 from deltackpt.format import manifest, row_blocks
 from deltackpt.format.manifest import Cover, Layout, TableEntry
@@ -112,7 +113,7 @@ class Division:
             for (group, members), plans in zip(self.members.items(), self.stamps.values())
         }
 
-    @functools.cached_property
+    @cached_property
     def owned_cells(self) -> dict[str, int]:
         """Returns group to the number of cells that it writes in a base, if there are any."""
         found = {
@@ -337,7 +338,7 @@ class Stamps:
         self._rows: dict[str, np.ndarray] = {}
         self._spans = division.local_rows
 
-    @functools.cached_property
+    @cached_property
     def places(self) -> tuple[str, ...]:
         """Returns the paths of the TouchStates."""
         return tuple({place: None for held in self._stamps.values() for place in held})

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import ray.exceptions
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import ServiceError, ServiceMismatch, ServiceUnavailable
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveInfo
@@ -248,7 +249,7 @@ class _Read:
         wanted = self._point
         return wanted is not None and loaded_state.same_point(pinned.point, wanted)
 
-    @functools.cached_property
+    @cached_property
     def _is_passed(self) -> bool:
         """Whether a later step exists: replicas follow that one, which may be of another run."""
         wanted = self._save.info.save_id if self._point is None else self._point

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import json
 import logging
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged, DamagedWal, OptionError, RestoreError
 from deltackpt.format import dtypes, naming
 from deltackpt.format.dtypes import dtype_of
@@ -182,7 +182,7 @@ class ServedLeaves(HeldState, Mapping[str, np.ndarray]):
         """Id of the save, or of the recovery point's WAL record."""
         return self.save.save_id if self.point is None else self.point.save_id
 
-    @functools.cached_property
+    @cached_property
     def _leaves(self) -> dict[str, LeafArray]:
         return {path_name(leaf.path): found for leaf, found in self.entries.items()}
 
@@ -217,7 +217,7 @@ class ServedLeaves(HeldState, Mapping[str, np.ndarray]):
         """Typed key paths of the leaves in the state."""
         return tuple(leaf.path for leaf in self.entries)
 
-    @functools.cached_property
+    @cached_property
     def prng_impls(self) -> Mapping[str, str]:
         """Implementation of each typed PRNG key among the leaves, such as ``threefry2x32``.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from deltackpt import coordination
+from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged, RestoreError
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId
@@ -44,7 +45,7 @@ class CommittedStep:
     step: int
     read: Callable[[], StepMetadata]
 
-    @functools.cached_property
+    @cached_property
     def _metadata(self) -> StepMetadata:
         return self.read()
 

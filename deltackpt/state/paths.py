@@ -8,7 +8,6 @@ dropped. ``None`` and empty containers are treated as leaves, so that a split do
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from jax import tree_util
 from jax.core import Tracer
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch
 from deltackpt.format.manifest import KeyEntry, KeyPath, path_name
 from deltackpt.format.naming import Leaf, PyTree, listed, matches
@@ -42,7 +42,7 @@ class Flat:
     in_variable: list[bool]
     treedef: object
 
-    @functools.cached_property
+    @cached_property
     def names(self) -> list[str]:
         """The paths as strings."""
         return [path_name(path) for path in self.paths]

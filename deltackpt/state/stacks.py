@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from deltackpt import coordination
+from deltackpt.cached import cached_property
 from deltackpt.errors import OptionError, TableSelectionError
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import path_name
@@ -115,7 +116,7 @@ class StackedTable:
             max(member.width for member in self.members), _ALIGNED
         )
 
-    @functools.cached_property
+    @cached_property
     def _offsets(self) -> tuple[int, ...]:
         """The row of each member in a shard, and the rows of a shard."""
         counts = (
@@ -123,7 +124,7 @@ class StackedTable:
         )
         return (0, *itertools.accumulate(counts))
 
-    @functools.cached_property
+    @cached_property
     def _numbers(self) -> dict[str, int]:
         return {member.name: number for number, member in enumerate(self.members)}
 

@@ -34,6 +34,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged, OptionError, RestoreError
 from deltackpt.events import UploadEvent
 from deltackpt.format import records
@@ -191,7 +192,7 @@ class Orders:
         """Whether the staging directory contains only one shard of each save."""
         return self.processes > 1
 
-    @functools.cached_property
+    @cached_property
     def hidden(self) -> Hidden:
         """The remote units that are to be removed, and are therefore ignored."""
         return frozenset(one.unit for one in self.removals)

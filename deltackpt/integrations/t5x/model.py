@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -14,6 +13,7 @@ from flax import traverse_util
 from jax.typing import DTypeLike
 
 from deltackpt import inspect
+from deltackpt.cached import cached_property
 from deltackpt.errors import TemplateMismatch
 from deltackpt.format.naming import Leaf, PyTree, listed
 from deltackpt.integrations.t5x.settings import state_utils
@@ -123,11 +123,11 @@ class ModelLeaves:
         state = self._tree({name: self._place(name, found[name]) for name in self._leaves})
         return {**state, "target": cast(state["target"], dtype)}
 
-    @functools.cached_property
+    @cached_property
     def _leaves(self) -> dict[str, Leaf]:
         return flat(self._train_state.state_dict())
 
-    @functools.cached_property
+    @cached_property
     def _shardings(self) -> dict[str, jax.sharding.NamedSharding]:
         axes = flat(self._partitioner.get_mesh_axes(self._train_state).state_dict())
         replicated = jax.sharding.PartitionSpec()

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``functools.cached_property`` for objects that threads share."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+_T = TypeVar("_T")
+#: Reentrant, as a collection may run any ``__del__``.
+_lock = threading.RLock()
+
+if TYPE_CHECKING or sys.version_info >= (3, 12):
+    from functools import cached_property as cached_property
+else:
+
+    class cached_property(functools.cached_property[_T]):
+        """A ``functools.cached_property`` that creates an object's dict in one thread at a time.
+
+        CPython 3.11 creates the dict when it is first used, and may collect garbage before it
+        stores it. If another thread runs meanwhile, as in the callback that jax adds to
+        ``gc.callbacks``, and uses the dict, too, there are two with the same memory. It is freed
+        with the object, and a later collection reads it: a segmentation fault.
+        """
+
+        def __get__(self, instance: object, owner: type | None = None) -> Any:
+            if instance is not None:
+                with _lock:
+                    instance.__dict__  # noqa: B018
+            return super().__get__(instance, owner)
