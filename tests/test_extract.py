@@ -18,15 +18,21 @@ from deltackpt import codecs
 from deltackpt.format import row_blocks
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import capture, selection
-from deltackpt.save.selection import stamp_shards_of
-from deltackpt.state import placement
 
 P = jax.sharding.PartitionSpec
 
 
-def touched_rows(stamps, since: int, spans) -> np.ndarray:
-    shards = [(span, placement.shard_data(stamps, n)) for span, n in stamp_shards_of(stamps)]
-    return selection.touched_rows(stamps, shards, since, 7, spans)
+def touched_rows(stamps, since: int, spans, *, on_host: bool = True) -> np.ndarray:
+    """The touched rows of a table that begins at virtual row 7."""
+    shards = [stamps]
+    if isinstance(stamps, jax.Array):
+        shards = [shard.data for shard in stamps.addressable_shards]
+    ends = 7 + np.cumsum([0, *map(len, shards)])
+    bounds = np.stack([ends[:-1], ends[1:]], axis=1)
+    dtype = np.dtype(np.int32)
+    source = capture.FieldSource((0, 1), (), dtype, on_host, bounds, ends[:-1], shards)
+    found = [selection.touched_rows(source, since, start + 7, stop + 7) for start, stop in spans]
+    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 # Each shape on each device costs a compilation of about a second, so there are few of both.
@@ -46,8 +52,7 @@ def test_touched_rows_on_the_device_are_those_on_the_host(rows, since, seed, dat
     wanted = [row for start, stop in spans for row in range(start, stop) if stamps[row] > since]
     expected = touched_rows(stamps, since, spans)
     assert expected.tolist() == [row + 7 for row in wanted]
-    with mock.patch.object(capture, "on_host", lambda array: False):
-        found = touched_rows(sharded, since, spans)
+    found = touched_rows(sharded, since, spans, on_host=False)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, expected)
 
