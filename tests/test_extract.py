@@ -57,15 +57,18 @@ def test_touched_rows_on_the_device_are_those_on_the_host(rows, since, seed, dat
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("spec", [P("x"), P(), P(None, "x")])
-def test_a_save_through_device_gathers_restores_exactly(spec, tmp_path):
+@pytest.mark.parametrize(
+    ("spec", "on_host"), [(P("x"), True), (P("x"), False), (P(), False), (P(None, "x"), False)]
+)
+def test_a_save_with_scans_on_threads_restores_exactly(spec, on_host, tmp_path):
     mesh = jax.make_mesh((8,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, spec)
     handlers = {"embeddings": deltackpt.Tables(select="table")}
     state = {"table": jax.device_put(np.random.default_rng(0).random((4096, 16)), sharding)}
     touched = deltackpt.touched.init(state)
     with (
-        mock.patch.object(capture, "on_host", lambda array: False),
+        mock.patch.object(capture, "on_host", lambda array: on_host),
+        mock.patch.object(selection, "_INLINE_STAMPS", 500),
         deltackpt.CheckpointManager(tmp_path, handlers=handlers) as manager,
     ):
         manager.save(0, state, touched=touched)
