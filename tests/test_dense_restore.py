@@ -418,7 +418,7 @@ def test_a_reference_that_shares_memory_with_a_leaf_outlives_its_donation(run, t
         restored = manager.restore(step, run[1][step])
         state, own = restored.state, manager._run
         assert restored.touched is not None and own.dense is not None
-        kept = own.dense.references.of(own.lineage.newest_committed).data
+        kept = own.dense.reference_of(own.lineage.newest_committed).data
         [shared] = [data for (_, key), data in kept.items() if key.startswith("even/")]
         [shard] = state["even"].addressable_shards
         assert np.asarray(shared).ctypes.data == shard.data.unsafe_buffer_pointer()

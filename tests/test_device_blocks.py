@@ -168,7 +168,7 @@ def test_a_state_on_devices_restores_to_what_they_keep(tmp_path: Path, codec: st
             manager.save(step, state, touched=touched)
             manager.wait_until_finished()
             keeper = manager._run.dense
-            left = keeper.references.of(manager._run.lineage.newest_committed)
+            left = keeper.reference_of(manager._run.lineage.newest_committed)
             kept = {key: data for (_, key), data in left.data.items()}
         assert isinstance(kept["w/0.0"], jax.Array) and isinstance(kept["h/0.0"], jax.Array)
         restored = manager.restore(3, state)

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -234,7 +235,7 @@ class DenseLeaves:
             deltas.extend(
                 encode(
                     values,
-                    keeper.references.of(parent),
+                    keeper.reference_of(parent),
                     self._runtime,
                     skip_unchanged=keeper.skip_unchanged,
                 )
@@ -242,7 +243,7 @@ class DenseLeaves:
             keeper.keep(save_id, values, [delta.decoded for delta in deltas])
         finally:
             if keeper is not None:
-                keeper.references.release(delta.decoded for delta in deltas)
+                keeper.release(delta.decoded for delta in deltas)
             self.release()
         return write_changes(sink_of, values, deltas)
 
@@ -255,7 +256,7 @@ class DenseLeaves:
     def release(self) -> None:
         """Releases the memory that no save needs. Idempotent."""
         if self._keeper is not None:
-            self._keeper.references.release(value.data for value in self.chunks)
+            self._keeper.release(value.data for value in self.chunks)
         else:
             self._runtime.memory.give_back(self._staged.values())
         self.chunks, self._staged = (), {}
@@ -266,7 +267,7 @@ _described_values: IdentityCache[list[DenseValue]] = IdentityCache()
 
 
 class DenseKeeper:
-    """Captures dense leaves for blocks, and keeps their decoded values; thread-safe."""
+    """Captures dense leaves for blocks, and keeps the decoded values of saves; thread-safe."""
 
     def __init__(
         self,
@@ -276,13 +277,32 @@ class DenseKeeper:
         max_reference_bytes: int,
         skip_unchanged: bool,
     ):
-        """Keeps at most ``max_reference_bytes`` of references in host memory, over all saves."""
+        """Keeps at most ``max_reference_bytes`` of references in host memory, over all saves.
+
+        If it may ``skip_unchanged`` blocks, leaves without room are hashed.
+        """
         self.skip_unchanged = skip_unchanged
-        self.references = block_codes.References(
-            max_reference_bytes, runtime, hashed=skip_unchanged
-        )
         self.encodes_on_device = device_blocks.can_encode  # Imports it before the first save.
-        self._coding_of = coding_of
+        #: With memory for the references, and for the copies of saves in flight.
+        self.runtime = runtime.with_memory(2 * max_reference_bytes)
+        self._coding_of, self._most_bytes = coding_of, max_reference_bytes
+        self._lock = threading.RLock()
+        self._kept: dict[SaveId, DenseReference] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all kept arrays, each counted once, without hashes."""
+        with self._lock:
+            held = {
+                id(one): one.nbytes for kept in self._kept.values() for one in kept.data.values()
+            }
+        return sum(held.values())
+
+    def reference_of(self, save_id: SaveId | None) -> DenseReference:
+        """Returns a save's reference; empty if it has none."""
+        with self._lock:
+            found = None if save_id is None else self._kept.get(save_id)
+        return found or block_codes.DenseReference()
 
     def capture(
         self,
@@ -303,10 +323,11 @@ class DenseKeeper:
             if (name := ".".join(leaf.key)) in dtypes_of:
                 coding = self._coding_of(leaf.path, dtypes_of[name].name)
                 codings[name] = path_name(leaf.path), coding
-        found = _captured(plan, self.references.runtime, self, codings, given)
+        found = _captured(plan, self.runtime, self, codings, given)
         try:
             lossy = (one.data.nbytes for one in found.chunks if one.coding.codec != LOSSLESS)
-            self.references.copied(found.nbytes + sum(lossy))
+            # Buffers are up to a fourth larger than their contents.
+            self.runtime.memory.max_kept_bytes = (found.nbytes + sum(lossy)) * 5 // 4
         except BaseException:  # An interrupt.
             found.release()
             raise
@@ -315,9 +336,47 @@ class DenseKeeper:
     def keep(self, save_id: SaveId, values: Sequence[DenseValue], decoded: Sequence[Array]) -> None:
         """Makes decoded values the reference of a save, once it is committed."""
         data = {value.item_key: one for value, one in zip(values, decoded, strict=True)}
-        self.references.stage(
-            save_id, block_codes.DenseReference(data, {one.item_key: one.count for one in values})
-        )
+        counts = {one.item_key: one.count for one in values}
+        with self._lock:
+            # The reference of a save that was restored again is replaced.
+            dropped = self._kept.get(save_id)
+            self._kept[save_id] = block_codes.DenseReference(data, counts)
+        self._release([dropped])
+
+    def committed(self, save_id: SaveId, parent: SaveId) -> None:
+        """Keeps only the parent of the next delta, or the save if ``parent`` has no reference."""
+        with self._lock:
+            chosen = parent if parent in self._kept else save_id
+            dropped = [self._kept.pop(other) for other in self._kept.keys() - {chosen}]
+            if chosen in self._kept and self.nbytes > self._most_bytes:
+                dropped.append(self._kept[chosen])
+                self._kept[chosen] = self._fitting(self._kept[chosen])
+        self._release(dropped)
+
+    def failed(self, save_id: SaveId) -> None:
+        """Drops the reference of a failed save. Idempotent."""
+        with self._lock:
+            dropped = self._kept.pop(save_id, None)
+        self._release([dropped])
+
+    def release(self, copies: Iterable[Array]) -> None:
+        """Releases copies that no save keeps."""
+        with self._lock:
+            kept = {id(data) for one in self._kept.values() for data in one.data.values()}
+            self.runtime.memory.give_back(data for data in copies if id(data) not in kept)
+
+    def _release(self, dropped: Iterable[DenseReference | None]) -> None:
+        self.release(data for one in dropped if one is not None for data in one.data.values())
+
+    def _fitting(self, reference: DenseReference) -> DenseReference:
+        """Returns as much as there is room for, in the order of the leaves; hashes of the rest."""
+        data, hashes, room = {}, dict(reference.hashes), self._most_bytes
+        for key, found in reference.data.items():
+            if found.nbytes <= room:
+                data[key], room = found, room - found.nbytes
+            elif self.skip_unchanged and found.ndim == 2:
+                hashes[key] = block_codes.Hashes.from_bytes(np.asarray(found))
+        return block_codes.DenseReference(data, reference.counts, hashes)
 
     def adopt(
         self,
@@ -346,7 +405,7 @@ class DenseKeeper:
             return
         kept = [value for value in found.chunks if _name_of(value.key) not in changed]
         self.keep(save_id, kept, [value.data for value in kept])
-        self.references.committed(save_id, save_id)
+        self.committed(save_id, save_id)
         found.release()
 
 

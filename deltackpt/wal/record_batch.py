@@ -54,7 +54,7 @@ class DenseRecords:
     def restart(self) -> None:
         """Makes the next full record whole, for a new file or after a batch was abandoned."""
         if self._keeper is not None and self._reference is not None:
-            self._keeper.references.failed(self._reference)
+            self._keeper.failed(self._reference)
         self._reference, self._count = None, 0
 
     def write(
@@ -76,7 +76,7 @@ class DenseRecords:
     def written(self, save_id: SaveId) -> None:
         """Releases the copies of earlier records: a record was written."""
         if self._keeper is not None and self._reference == save_id:
-            self._keeper.references.committed(save_id, save_id)
+            self._keeper.committed(save_id, save_id)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
