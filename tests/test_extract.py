@@ -52,9 +52,25 @@ def test_touched_rows_on_the_device_are_those_on_the_host(rows, since, seed, dat
     wanted = [row for start, stop in spans for row in range(start, stop) if stamps[row] > since]
     expected = touched_rows(stamps, since, spans)
     assert expected.tolist() == [row + 7 for row in wanted]
-    found = touched_rows(sharded, since, spans, on_host=False)
+    with mock.patch.object(capture, "on_host", lambda array: False):
+        found = touched_rows(sharded, since, spans, on_host=False)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, expected)
+
+
+def test_device_programs_read_no_stamps_in_host_memory():
+    shards = [jnp.array([1, 3, 3]), jnp.zeros(0, jnp.int32), jnp.array([3, 1])]
+    bounds = np.array([[0, 3], [3, 3], [3, 5]])
+    source = capture.FieldSource(
+        (0, 1), (), np.dtype(np.int32), False, bounds, bounds[:, 0], shards
+    )
+    with (
+        mock.patch.object(capture, "on_host", lambda array: array is shards[0]),
+        mock.patch.object(selection, "_touched", wraps=selection._touched) as program,
+    ):
+        assert selection.touched_rows(source, 2, 1, 5).tolist() == [1, 2, 3]
+        assert selection.touched_rows(source, 2, 3, 3).tolist() == []
+    assert all(call.args[0] is not shards[0] for call in program.call_args_list)
 
 
 @pytest.mark.parametrize(

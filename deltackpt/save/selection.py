@@ -378,17 +378,21 @@ def touched_rows(source: FieldSource, since_clock: int, start: int, stop: int) -
         )
     shards, spans = source.data[first:last], (held - bounds[first:last, :1]).tolist()
     if source.on_host:
-        # The kernels read the buffers of whole shards; only the first and last one may be cut.
+        # Only the first and the last shard may be cut; the kernels read the buffers of others.
         for end in {0, len(shards) - 1} if shards else ():
             if spans[end] != [0, len(shards[end])]:
                 shards[end] = np.asarray(shards[end])[slice(*spans[end])]
         return kernels.scan(shards, since_clock, start)
-    found = [_touched_on_device(data, since_clock, *span) for data, span in zip(shards, spans)]
-    return np.concatenate([rows + at for rows, at in zip(found, bounds[first:last, 0])])
+    found = [np.empty(0, np.int64)]
+    for data, span, virtual in zip(shards, spans, bounds[first:last, 0]):
+        found.append(_touched_in(data, since_clock, *span) + virtual)
+    return np.concatenate(found)
 
 
-def _touched_on_device(stamps: object, since_clock: int, start: int, stop: int) -> np.ndarray:
+def _touched_in(stamps: Any, since_clock: int, start: int, stop: int) -> np.ndarray:
     """Returns those of the rows [start, stop) of a shard that were stamped after the clock."""
+    if capture.on_host(stamps):  # Stamps of other tables are on devices.
+        return kernels.scan([np.asarray(stamps)[start:stop]], since_clock, start)
     with placement.on_device_of(stamps):
         count = int(_count_touched(stamps, since_clock))
         rows = np.asarray(_touched(stamps, since_clock, size=capture.bucket(count)))[:count]
