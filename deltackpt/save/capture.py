@@ -176,9 +176,7 @@ class FieldSource:
     bounds: np.ndarray  # (shards, 2) int64
     firsts: np.ndarray  # (shards,) int64
     data: list[Any]
-    dispatched: Sequence[
-        DevicePiece
-    ] = ()  # its rows in place of ``data``, on their way to the host
+    device_pieces: Sequence[DevicePiece] = ()  # captured on devices, in place of ``data``
 
     @property
     def row_bytes(self) -> int:
@@ -214,7 +212,7 @@ class FieldSource:
         """Returns the source with a copy of some rows, (n, *trailing), as its rows 0 to n."""
         bounds, firsts = np.array([[0, len(rows)]]), np.zeros(1, np.int64)
         return dataclasses.replace(
-            self, on_host=True, bounds=bounds, firsts=firsts, data=[rows], dispatched=()
+            self, on_host=True, bounds=bounds, firsts=firsts, data=[rows], device_pieces=()
         )
 
     def bits(self, rows: np.ndarray) -> np.ndarray:
@@ -371,7 +369,7 @@ class SegmentSource:
     def detached(self) -> SegmentSource:
         """Returns the segment without its arrays: a reference to them would block donation."""
         fields = {
-            name: dataclasses.replace(source, data=[], dispatched=())
+            name: dataclasses.replace(source, data=[], device_pieces=())
             for name, source in self.fields.items()
         }
         return dataclasses.replace(self, fields=fields)
@@ -434,7 +432,7 @@ def _split_evicted(segment: SegmentSource) -> list[SegmentSource]:
     # A table of two columns may be split, and its key column with it.
     if key is None or vocab.column_fault((len(segment.rows), *key.trailing), key.dtype):
         return [segment]
-    if any(source.dispatched for source in segment.fields.values()):  # Encoded on their device.
+    if any(source.device_pieces for source in segment.fields.values()):  # Encoded on their device.
         return [segment]
     evicted = np.zeros(len(segment.rows), bool)
     step = max(1, _HELD_PIECE_BYTES // max(1, segment.row_bytes))
@@ -471,8 +469,8 @@ class CapturedRows:
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[RowPiece]:
         """Yields the rows of one field of a segment in order, in pieces suitable for a codec."""
         rows, source = self.segments[number].source_rows, self.segments[number].fields[field]
-        if source.dispatched:
-            return iter(source.dispatched)
+        if source.device_pieces:
+            return iter(source.device_pieces)
         chunk_rows = max(1, _HELD_PIECE_BYTES // max(1, source.row_bytes))
         if not codec.lossless:
             on_host = piece_rows(source.trailing)
@@ -520,7 +518,7 @@ class StagedRows(CapturedRows):
                     else:
                         codec = codecs.get(plans[segment.group][name].codec)
                         pieces = source.dispatch(segment.rows, codec)
-                        fields[name] = dataclasses.replace(source, data=[], dispatched=pieces)
+                        fields[name] = dataclasses.replace(source, data=[], device_pieces=pieces)
                 rows = range(len(segment.rows))
                 self.segments.append(dataclasses.replace(segment, fields=fields, copied_rows=rows))
         except BaseException:
@@ -554,15 +552,15 @@ class StagedRows(CapturedRows):
         for task in self._tasks:
             task.result()
         for segment in self.segments:
-            fields = dict(segment.fields)
-            for name, source in fields.items():
-                if source.dispatched and source.dispatched[0].dispatched is None:
-                    out, start = self._allocate(len(segment.rows), source), 0
-                    for piece in source.dispatched:
+            segment.fields = fields = dict(segment.fields)  # Each copy frees memory of its device.
+            for name in fields:
+                pieces = fields[name].device_pieces
+                if pieces and pieces[0].dispatched is None:
+                    out, start = self._allocate(len(segment.rows), fields[name]), 0
+                    for piece in pieces:
                         out[start : start + piece.count] = piece.host()
                         start += piece.count
-                    fields[name] = source.copied(out)
-            segment.fields = fields
+                    fields[name] = fields[name].copied(out)
         super().land()
 
     def release(self) -> None:
