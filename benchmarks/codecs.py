@@ -35,7 +35,7 @@ from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.row_blocks import BLOCK, VALUES, EncodedBlock, Encoding, FieldSpec
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Target
-from deltackpt.policies import CodecChoice, PlannedCodec
+from deltackpt.policies import PlannedCodec
 from deltackpt.resources import host_memory
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import block_codes, shard
@@ -77,7 +77,6 @@ def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
         dtype=rows.dtype,
         tables=["t"],
         bounds=np.array([0, len(rows)]),
-        choice=CodecChoice(delta=name),
         planned=PlannedCodec(codec=name, reason=name),
     )
     place = ZarrSegmentSink(root, 0, FileBatch(root, fsync=False), name)

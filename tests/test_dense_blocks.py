@@ -32,7 +32,8 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.row_blocks import DenseBlocks
 from deltackpt.reading import stored_saves
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save.block_codes import HASHED_BYTES, DenseReference, Hashes, References
+from deltackpt.save.block_codes import HASHED_BYTES, Hashes
+from deltackpt.save.dense_save import DenseKeeper, DenseValue, codings
 
 P = jax.sharding.PartitionSpec
 EXACT = deltackpt.Dense(deltas="blocks")
@@ -341,10 +342,10 @@ def test_only_the_reference_of_the_next_delta_is_kept(tmp_path, loop, policy):
     """One copy for every policy; with two, a limit could drop the one that is needed."""
     with opened(tmp_path, policy=POLICIES[policy]) as saver:
         loop.steps(saver, 1)
-        references = saver._run.dense.references
-        alone = references.nbytes
+        keeper = saver._run.dense
+        alone = keeper.nbytes
         loop.steps(saver, 2, 3)
-        assert references.nbytes == alone and saver._run.dense.references is references
+        assert keeper.nbytes == alone and saver._run.dense is keeper
 
 
 def test_several_managers_in_one_process_are_independent(tmp_path):
@@ -364,15 +365,19 @@ def test_several_managers_in_one_process_are_independent(tmp_path):
 def test_the_reference_of_a_save_that_is_restored_again_is_given_back():
     save_id = SaveId("a" * 32, 3, 1)
     with Runtime(1) as runtime:
-        references = References(1 << 24, runtime, hashed=False)
-        memory = references.runtime.memory
+        coding_of = codings("lossless", None)
+        keeper = DenseKeeper(coding_of, runtime, max_reference_bytes=1 << 24, skip_unchanged=False)
+        memory = keeper.runtime.memory
         for _ in range(3):
             kept = memory.allocate((1024, 256), np.dtype(np.float32))
             shared = memory.allocate((1024, 256), np.dtype(np.float32))
+            one, other = (
+                DenseValue(key, "float32", kept, kept.shape, kept.dtype) for key in ("a", "b")
+            )
             for _ in range(2):
-                references.stage(save_id, DenseReference({"a": kept, "b": shared}, {}, {}))
+                keeper.keep(save_id, [one, other], [kept, shared])
             assert len(memory._lent) == 2
-            references.stage(save_id, DenseReference({"b": shared}, {}, {}))
+            keeper.keep(save_id, [other], [shared])
             assert len(memory._lent) == 1
-        references.failed(save_id)
+        keeper.failed(save_id)
         assert not memory._lent

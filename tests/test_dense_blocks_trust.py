@@ -64,7 +64,7 @@ def test_nothing_is_lost_if_a_delta_fails_at_any_write(root, disk):
         else:
             pytest.fail("every save failed")
         assert saver.all_steps() == [1, 2, *committed]
-        assert len(saver._run.dense.references._kept) == 1
+        assert len(saver._run.dense._kept) == 1
         assert_close(saver, loop, committed)
     deltas = [step for step in committed if own(root, step)]
     for step in deltas[:: max(1, len(deltas) // 5)]:
@@ -75,7 +75,7 @@ def test_a_refused_save_returns_what_it_borrowed(tmp_path):
     loop = Loop({**dense_states.initial(), "large": jax.numpy.ones(1 << 20)})
     with opened(tmp_path) as saver:
         loop.steps(saver, 1, 2)
-        memory = saver._run.dense.references.runtime.memory
+        memory = saver._run.dense.runtime.memory
         lent = len(memory._lent)
         for options in ({}, {"force_base": True}):
             with mock.patch.object(PendingSave, "wait_copied", side_effect=OSError(5, "injected")):

@@ -271,7 +271,7 @@ class Training:
     def check_references(self) -> None:
         """Checks that what the next delta is relative to is what readers decode."""
         dense = self.manager._run.dense
-        for save_id, left in {} if dense is None else dense.references._kept.items():
+        for save_id, left in {} if dense is None else dense._kept.items():
             item = StoredItem(chains.read_chain(self.root / str(save_id.step)))
             values = item.read(dense_state.everything).values
             for (is_file, key), data in left.data.items():

@@ -36,7 +36,7 @@ from deltackpt.layers.read import LayerReader
 from deltackpt.ledger.committed import CommittedStore
 from deltackpt.ledger.directory import Root
 from deltackpt.maintenance import compact
-from deltackpt.reading import chains, orbax_values
+from deltackpt.reading import chains, orbax_values, zarr_arrays
 from deltackpt.reading.stored_dense import StoredItem
 from deltackpt.state import tables
 from deltackpt.storage import digests, kv_store, ocdbt
@@ -399,7 +399,7 @@ def test_items_that_cannot_be_read_directly_are_left_to_orbax(run):
     with mock.patch.object(orbax_values.OrbaxValues, "nbytes", return_value=None):
         assert items.straight(0, abstract) is None
     with mock.patch.object(dense_leaves, "_LEFT_BYTES", 0):
-        with mock.patch.object(dense_leaves, "_array", return_value=None):
+        with mock.patch.object(zarr_arrays, "parsed", return_value=None):
             assert items.straight(0, abstract) is None
 
 
@@ -418,7 +418,7 @@ def test_a_reference_that_shares_memory_with_a_leaf_outlives_its_donation(run, t
         restored = manager.restore(step, run[1][step])
         state, own = restored.state, manager._run
         assert restored.touched is not None and own.dense is not None
-        kept = own.dense.references.of(own.lineage.newest_committed).data
+        kept = own.dense.reference_of(own.lineage.newest_committed).data
         [shared] = [data for (_, key), data in kept.items() if key.startswith("even/")]
         [shard] = state["even"].addressable_shards
         assert np.asarray(shared).ctypes.data == shard.data.unsafe_buffer_pointer()

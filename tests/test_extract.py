@@ -18,15 +18,21 @@ from deltackpt import codecs
 from deltackpt.format import row_blocks
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import capture, selection
-from deltackpt.save.selection import stamp_shards_of
-from deltackpt.state import placement
 
 P = jax.sharding.PartitionSpec
 
 
-def touched_rows(stamps, since: int, spans) -> np.ndarray:
-    shards = [(span, placement.shard_data(stamps, n)) for span, n in stamp_shards_of(stamps)]
-    return selection.touched_rows(stamps, shards, since, 7, spans)
+def touched_rows(stamps, since: int, spans, *, on_host: bool = True) -> np.ndarray:
+    """The touched rows of a table that begins at virtual row 7."""
+    shards = [stamps]
+    if isinstance(stamps, jax.Array):
+        shards = [shard.data for shard in stamps.addressable_shards]
+    ends = 7 + np.cumsum([0, *map(len, shards)])
+    bounds = np.stack([ends[:-1], ends[1:]], axis=1)
+    dtype = np.dtype(np.int32)
+    source = capture.FieldSource((0, 1), (), dtype, on_host, bounds, ends[:-1], shards)
+    found = [selection.touched_rows(source, since, start + 7, stop + 7) for start, stop in spans]
+    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 # Each shape on each device costs a compilation of about a second, so there are few of both.
@@ -47,20 +53,38 @@ def test_touched_rows_on_the_device_are_those_on_the_host(rows, since, seed, dat
     expected = touched_rows(stamps, since, spans)
     assert expected.tolist() == [row + 7 for row in wanted]
     with mock.patch.object(capture, "on_host", lambda array: False):
-        found = touched_rows(sharded, since, spans)
+        found = touched_rows(sharded, since, spans, on_host=False)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("spec", [P("x"), P(), P(None, "x")])
-def test_a_save_through_device_gathers_restores_exactly(spec, tmp_path):
+def test_device_programs_read_no_stamps_in_host_memory():
+    shards = [jnp.array([1, 3, 3]), jnp.zeros(0, jnp.int32), jnp.array([3, 1])]
+    bounds = np.array([[0, 3], [3, 3], [3, 5]])
+    source = capture.FieldSource(
+        (0, 1), (), np.dtype(np.int32), False, bounds, bounds[:, 0], shards
+    )
+    with (
+        mock.patch.object(capture, "on_host", lambda array: array is shards[0]),
+        mock.patch.object(selection, "_touched", wraps=selection._touched) as program,
+    ):
+        assert selection.touched_rows(source, 2, 1, 5).tolist() == [1, 2, 3]
+        assert selection.touched_rows(source, 2, 3, 3).tolist() == []
+    assert all(call.args[0] is not shards[0] for call in program.call_args_list)
+
+
+@pytest.mark.parametrize(
+    ("spec", "on_host"), [(P("x"), True), (P("x"), False), (P(), False), (P(None, "x"), False)]
+)
+def test_a_save_with_scans_on_threads_restores_exactly(spec, on_host, tmp_path):
     mesh = jax.make_mesh((8,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, spec)
     handlers = {"embeddings": deltackpt.Tables(select="table")}
     state = {"table": jax.device_put(np.random.default_rng(0).random((4096, 16)), sharding)}
     touched = deltackpt.touched.init(state)
     with (
-        mock.patch.object(capture, "on_host", lambda array: False),
+        mock.patch.object(capture, "on_host", lambda array: on_host),
+        mock.patch.object(selection, "_INLINE_STAMPS", 500),
         deltackpt.CheckpointManager(tmp_path, handlers=handlers) as manager,
     ):
         manager.save(0, state, touched=touched)

@@ -149,6 +149,13 @@ def test_a_missing_touch_state_makes_a_base(trainer):
     )
 
 
+def test_clocks_are_older_if_any_touch_state_has_gone_back_and_others_are_unknown():
+    before = Clocks(readings=(Reading("a", 1, 5), Reading("b", 2, 5)))
+    for a, other, expected in ((4, 3, True), (5, 3, False), (6, 2, False), (4, 2, True)):
+        now = Clocks(readings=(Reading("a", 1, a), Reading("b", other, 5)))
+        assert now.is_older_than(before) is expected
+
+
 def test_a_touch_state_that_moved_within_the_state_is_recognized_by_its_identity(trainer):
     trainer.save(1, at(1, place="a"))
     assert trainer.begin(2, at(2, place="b")).since == {"b": 1}

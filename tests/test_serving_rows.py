@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import jax
@@ -806,6 +807,19 @@ def test_a_table_on_devices_equals_each_version(trainer, live, placed):
         assert sharding is None or array.sharding == sharding
         assert before is None or before.is_deleted()
         trainer.save() if number == 3 else trainer.log()
+
+
+def test_all_rows_of_a_table_are_transferred_once(trainer, live):
+    live.advance()
+    name, transferred, real = next(iter(model.WIDTH)), [], jax.device_put
+
+    def counted(value: Any, *arguments: Any, **options: Any) -> Any:
+        transferred.append(len(value))
+        return real(value, *arguments, **options)
+
+    with mock.patch.object(jax, "device_put", counted):
+        array = live.on_device(name).array
+    assert sum(transferred) == len(array)
 
 
 # Status.

@@ -31,7 +31,7 @@ from deltackpt.ledger import lease
 from deltackpt.reading.wal_locations import newest_durable
 from deltackpt.storage.store import store_path
 from deltackpt.testing import Disk, DiskCall
-from deltackpt.wal import batch_capture
+from deltackpt.wal import record_batch
 from deltackpt.wal.segment_files import SegmentWriter
 
 #: Calls that write a segment, fsync its data, and fsync its name.
@@ -482,7 +482,7 @@ def test_a_failure_during_a_capture_discards_the_captured_record_too(
     tmp_path, run, disk, monkeypatch
 ):
     """Its rows start after the failed record, so it lacks the rows of that one."""
-    capture, failed = batch_capture.capture, threading.Event()
+    capture, failed = record_batch.capture, threading.Event()
     with run.started() as manager:
         held = disk.pause("fdatasync", LOG, errno=errno.EIO, times=1)
         run.append()
@@ -495,9 +495,9 @@ def test_a_failure_during_a_capture_discards_the_captured_record_too(
             failed.set()
             return capture(*given, **more)
 
-        monkeypatch.setattr(batch_capture, "capture", capture_late)
+        monkeypatch.setattr(record_batch, "capture", capture_late)
         run.append()
-        monkeypatch.setattr(batch_capture, "capture", capture)
+        monkeypatch.setattr(record_batch, "capture", capture)
         assert failed.is_set()
         with pytest.raises(AppendFailed, match="steps 1 to 2"):
             manager.wait_appended()

@@ -13,7 +13,7 @@ from deltackpt.errors import OptionError
 from deltackpt.save.branch import Clocks
 from deltackpt.state import tables
 from deltackpt.state.tables import Split
-from deltackpt.wal.batch_capture import rows_of
+from deltackpt.wal.named_rows import rows_of
 
 ROWS = {"users": 300, "items": 5}
 #: One pattern, whose states all have the same layout.

@@ -9,7 +9,6 @@ a directory that contains nothing else.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -23,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from deltackpt import codecs
 from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format.manifest import nest
@@ -32,9 +30,10 @@ from deltackpt.format.records import MOST_ZSTD_RATIO
 from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.orbax_dense import StoredLeaf
 from deltackpt.lazy_import import ocp
+from deltackpt.reading import zarr_arrays
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, OrbaxValues
 from deltackpt.reading.stored_dense import DenseValues, StoredItem
-from deltackpt.resources import host_memory
+from deltackpt.reading.zarr_arrays import Box, ZarrArray
 from deltackpt.restore.sources import DenseFiles
 from deltackpt.state import placement
 from deltackpt.storage.ocdbt import ZARRAY, check_chunks, chunk_key
@@ -71,8 +70,6 @@ _MADE_UP_BYTES = 64 << 20
 
 #: Path of a leaf in the nested dicts of the item.
 KeyPath = tuple[str, ...]
-#: Half-open ranges along each axis.
-_Box = tuple[tuple[int, int], ...]
 
 
 class DenseRead(NamedTuple):
@@ -84,50 +81,6 @@ class DenseRead(NamedTuple):
 
     leaves: dict[str, Any]
     chunks: Mapping[str, np.ndarray] = types.MappingProxyType({})
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """An array with uncompressed chunks, by its name in the database."""
-
-    name: str
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...]
-    dtype: np.dtype
-    is_number: bool = False
-
-    def keys(self, boxes: Iterable[_Box]) -> set[str]:
-        """Returns keys of the chunks that intersect some boxes."""
-        return {chunk_key(self.name, index) for box in boxes for index in self.indices(box)}
-
-    def indices(self, box: _Box) -> Iterator[tuple[int, ...]]:
-        """Returns which chunks intersect a box."""
-        ranges = [
-            range(start // size, -(-stop // size))
-            for (start, stop), size in zip(box, self.chunks, strict=True)
-        ]
-        return itertools.product(*ranges)
-
-    def read(self, values: Mapping[str, memoryview], box: _Box) -> np.ndarray:
-        """Reads a box of the array; without a copy if the box is a chunk."""
-        found = [*self.indices(box)]
-        shape = tuple(stop - start for start, stop in box)
-        if len(found) == 1 and shape == self.chunks:
-            return self._chunk(values, found[0])
-        out = host_memory.empty_buffer(shape, self.dtype)
-        for index in found:
-            chunk = self._chunk(values, index)
-            into, of = [], []
-            for at, size, (start, stop) in zip(index, self.chunks, box, strict=True):
-                first, last = max(start, at * size), min(stop, (at + 1) * size)
-                into.append(slice(first - start, last - start))
-                of.append(slice(first - at * size, last - at * size))
-            out[tuple(into)] = chunk[tuple(of)]
-        return out
-
-    def _chunk(self, values: Mapping[str, memoryview], index: tuple[int, ...]) -> np.ndarray:
-        data = values[chunk_key(self.name, index)]
-        return np.frombuffer(data, self.dtype).reshape(self.chunks)
 
 
 class StoredLeaves:
@@ -156,8 +109,7 @@ class StoredLeaves:
         for key, array in self._stored.items():
             if not (wanted is None or wanted[key] is ... or _is_placed(wanted[key], array)):
                 continue
-            nbytes = math.prod(array.chunks) * array.dtype.itemsize
-            chunks = array.keys([tuple((0, size) for size in array.shape)]) if nbytes else ()
+            nbytes, chunks = array.chunk_bytes, array.keys([array.whole])
             if not chunks or any(values.nbytes((False, chunk)) != nbytes for chunk in chunks):
                 return False
             straight += nbytes * len(chunks)
@@ -230,8 +182,7 @@ class StoredLeaves:
         ).values
         with self._nonsense_is_damage():
             for path, array in placed.items():
-                nbytes = math.prod(array.chunks) * array.dtype.itemsize
-                _check_chunks(values, keys_of[path], nbytes)
+                _check_chunks(values, keys_of[path], array.chunk_bytes)
             for name, text in described.values.items():
                 _check_stored(name.removesuffix(f"/{ZARRAY}"), text, values)
         leaves: dict[KeyPath, Any] = dict(known)
@@ -273,9 +224,9 @@ class StoredLeaves:
 
     def _placed(
         self,
-        array: _Stored,
+        array: ZarrArray,
         values: Mapping[str, memoryview],
-        boxes: Mapping[Any, _Box],
+        boxes: Mapping[Any, Box],
         template: Any,
     ) -> Any:
         held = {box: array.read(values, box) for box in set(boxes.values())}
@@ -293,9 +244,9 @@ class StoredLeaves:
         return {key: _EMPTY[kind] for key, kind in self._kinds.items() if kind in _EMPTY}
 
     @cached_property
-    def _stored(self) -> dict[KeyPath, _Stored]:
+    def _stored(self) -> dict[KeyPath, ZarrArray]:
         """Returns the arrays that do not need Orbax, for any placement."""
-        found: dict[KeyPath, _Stored] = {}
+        found: dict[KeyPath, ZarrArray] = {}
         with self._nonsense_is_damage():
             special = {
                 name
@@ -309,9 +260,9 @@ class StoredLeaves:
                 name = ".".join(key)
                 text = self._outline.values.get(f"{name}/{ZARRAY}")
                 if kind in _ARRAY_KINDS and text is not None and name not in special:
-                    array = _array(name, json.loads(bytes(text)))
-                    if array is not None and (kind != _NUMBER or not array.shape):
-                        found[key] = dataclasses.replace(array, is_number=kind == _NUMBER)
+                    array = zarr_arrays.parsed(name, text, is_number=kind == _NUMBER)
+                    if array is not None and not (array.is_number and array.shape):
+                        found[key] = array
         return found
 
     def _described(self, keys: Iterable[KeyPath]) -> dict[str, memoryview]:
@@ -373,27 +324,6 @@ def _special(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             yield name
 
 
-def _array(name: str, described: Mapping[str, Any]) -> _Stored | None:
-    """Returns an array by its ``.zarray``; None if its chunks are not plain values."""
-    plain = (
-        described["zarr_format"] == 2
-        and described["compressor"] is None
-        and not described["filters"]
-        and described["order"] == "C"
-        and described.get("dimension_separator", ".") == "."
-    )
-    text = described["dtype"]
-    if not plain or not isinstance(text, str) or text.startswith(">"):
-        return None
-    check_chunks(described)
-    shape, chunks = tuple(described["shape"]), tuple(described["chunks"])
-    return _Stored(name, shape, chunks, _dtype_of(text))
-
-
-def _dtype_of(text: str) -> np.dtype:
-    return np.dtype(text) if text[:1] in "<|>" else codecs.dtype_of(text)
-
-
 def _check_chunks(values: Mapping[str, memoryview], keys: Iterable[str], nbytes: int) -> None:
     """Checks that chunks exist, and their lengths, before memory is allocated for an array."""
     for key in keys:
@@ -407,7 +337,7 @@ def _check_stored(name: str, text: memoryview, values: Mapping[str, memoryview])
     check_chunks(described)
     counts = [-(-n // c) for n, c in zip(described["shape"], described["chunks"], strict=True)]
     keys = [chunk_key(name, index) for index in itertools.product(*map(range, counts))]
-    nbytes = math.prod(described["chunks"]) * _dtype_of(described["dtype"]).itemsize
+    nbytes = math.prod(described["chunks"]) * zarr_arrays.dtype_in(described["dtype"]).itemsize
     there = [key for key in keys if key in values]
     if described["compressor"] is None and not described["filters"]:
         _check_chunks(values, there, nbytes)
@@ -418,7 +348,7 @@ def _check_stored(name: str, text: memoryview, values: Mapping[str, memoryview])
         raise ValueError(f"{name} has {len(there)} of {len(keys)} chunks")
 
 
-def _is_placed(leaf: Any, array: _Stored) -> bool:
+def _is_placed(leaf: Any, array: ZarrArray) -> bool:
     """Returns whether an array becomes a leaf of a template without Orbax."""
     if array.is_number:
         if type(leaf) in _NUMBERS:
@@ -440,7 +370,7 @@ def _is_placed(leaf: Any, array: _Stored) -> bool:
     return sharding is None or type(sharding) in _PLACED
 
 
-def _boxes(leaf: Any, shape: Sequence[int]) -> dict[Any, _Box]:
+def _boxes(leaf: Any, shape: Sequence[int]) -> dict[Any, Box]:
     """Returns the box of each device of this process; the whole leaf if no device must hold it."""
     sharding = placement.sharding_of(leaf)
     if sharding is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import re
 from collections.abc import Container, Iterator, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deltackpt.errors import OptionError, OutOfSpace, StorageError, TargetExists, UnsupportedRoot
+from deltackpt.errors import OptionError, TargetExists, UnsupportedRoot
 from deltackpt.format import naming
 from deltackpt.inspect import Step
 from deltackpt.inspect.dense_items import PLACEHOLDERS
@@ -82,7 +81,8 @@ def published(target: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
     """
     _refuse_existing(target)
     temporary = temporary_beside(target)
-    with write_errors(target):
+    action, advice = "write it (nothing was left behind)", "make room, or export elsewhere"
+    with posix.typed_errors(target, action, full=advice):
         target.parent.mkdir(parents=True, exist_ok=True)
         posix.require_room(target.parent, needed_bytes, target, "make room, or export elsewhere")
         try:
@@ -104,25 +104,6 @@ def widened(dtype: np.dtype, known: Container[str]) -> np.dtype | None:
         return np.dtype(np.int8 if dtype.name.startswith("int") else np.uint8)
     is_short_float = "float" in dtype.name and dtype.itemsize <= 2
     return np.dtype(np.float32) if is_short_float else None
-
-
-@contextlib.contextmanager
-def write_errors(target: Path) -> Iterator[None]:
-    """Converts an ``OSError`` while writing an export into a typed error."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, (StorageError, TargetExists)) or error.errno is None:
-            raise
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutOfSpace(
-                f"{target}: expected room to write, found the file system full; make room, or "
-                "export elsewhere (nothing was left behind)"
-            ) from error
-        raise StorageError(
-            f"{target}: expected to write, found {os.strerror(error.errno)}; check the file system "
-            "and its permissions, then try again (nothing was left behind)"
-        ) from error
 
 
 def exported(

@@ -277,6 +277,9 @@ CHECK_N_RUN = (
 )
 
 
+WhenExceeded = Literal["widen", "refuse"]
+
+
 def is_at_least_zero(value: object) -> bool:
     """Returns whether a value is a finite number of at least 0."""
     return isinstance(value, numbers.Real) and math.isfinite(value) and float(value) >= 0
@@ -284,10 +287,12 @@ def is_at_least_zero(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedCodec:
-    """A codec and why it was chosen."""
+    """A codec and why it was chosen, and the budget of its error; see ``CodecChoice``."""
 
     codec: str
     reason: str
+    max_error: float | None = None
+    when_exceeded: WhenExceeded = "widen"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -369,9 +374,6 @@ class BitWidthPolicy:
         return PlannedCodec(codec=codec, reason=f"{codec}: {expected:g} restores {why}")
 
 
-WhenExceeded = Literal["widen", "refuse"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodecChoice:
     """How rows are stored.
@@ -433,7 +435,11 @@ class CodecChoice:
     def planned(self, kind: Kind, *, restores: int) -> PlannedCodec:
         """Returns the codec that the next save tries first, before its error is known."""
         if kind == "base":
-            return PlannedCodec(codec=self.base, reason=f"{self.base}: chosen for bases")
-        if isinstance(self.delta, BitWidthPolicy):
-            return self.delta.choose(restores)
-        return PlannedCodec(codec=self.delta, reason=f"{self.delta}: chosen for deltas")
+            found = PlannedCodec(codec=self.base, reason=f"{self.base}: chosen for bases")
+        elif isinstance(self.delta, BitWidthPolicy):
+            found = self.delta.choose(restores)
+        else:
+            found = PlannedCodec(codec=self.delta, reason=f"{self.delta}: chosen for deltas")
+        return dataclasses.replace(
+            found, max_error=self.max_error, when_exceeded=self.when_exceeded
+        )

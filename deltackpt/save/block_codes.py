@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ import xxhash
 
 from deltackpt import kernels
 from deltackpt.codecs import block_codecs
-from deltackpt.format.manifest import SaveId
 from deltackpt.format.row_blocks import BLOCK, Key
 from deltackpt.kernels import CODED, LEFT, UNCHANGED
 from deltackpt.resources.runtime import Runtime
@@ -74,80 +72,6 @@ class DenseReference:
     counts: Mapping[Key, int] = dataclasses.field(default_factory=dict)
     #: Of the leaves that do not fit.
     hashes: Mapping[Key, Hashes] = dataclasses.field(default_factory=dict)
-
-
-class References:
-    """The references of saves, and their memory; thread-safe."""
-
-    def __init__(self, most_bytes: int, runtime: Runtime, *, hashed: bool):
-        """Keeps up to ``most_bytes`` once a save is committed, and may hash leaves without room."""
-        self._most_bytes = most_bytes
-        self._hashed = hashed
-        #: Memory of the references, and of the copies of saves in flight.
-        self.runtime = runtime.with_memory(2 * most_bytes)
-        self._lock = threading.RLock()
-        self._kept: dict[SaveId, DenseReference] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Returns the bytes of all kept arrays, each counted once, without hashes."""
-        with self._lock:
-            held = {
-                id(one): one.nbytes for kept in self._kept.values() for one in kept.data.values()
-            }
-        return sum(held.values())
-
-    def copied(self, nbytes: int) -> None:
-        """Keeps memory for the next save's copies and their decoded values."""
-        # Buffers are up to a fourth larger than their contents.
-        self.runtime.memory.max_kept_bytes = nbytes * 5 // 4
-
-    def of(self, save_id: SaveId | None) -> DenseReference:
-        """Returns a save's reference; empty if it has none."""
-        with self._lock:
-            return (
-                DenseReference() if save_id is None else self._kept.get(save_id, DenseReference())
-            )
-
-    def stage(self, save_id: SaveId, reference: DenseReference) -> None:
-        """Keeps the reference of a save that is not committed yet."""
-        with self._lock:
-            # The reference of a save that was restored again is replaced.
-            dropped = self._kept.get(save_id, DenseReference())
-            self._kept[save_id] = reference
-        self.release(dropped.data.values())
-
-    def committed(self, save_id: SaveId, parent: SaveId) -> None:
-        """Keeps only the parent of the next delta, or the save if ``parent`` has no reference."""
-        with self._lock:
-            chosen = parent if parent in self._kept else save_id
-            dropped = [self._kept.pop(other) for other in self._kept.keys() - {chosen}]
-            if chosen in self._kept and self.nbytes > self._most_bytes:
-                dropped.append(self._kept[chosen])
-                self._kept[chosen] = self._fitting(self._kept[chosen])
-        self.release(data for one in dropped for data in one.data.values())
-
-    def failed(self, save_id: SaveId) -> None:
-        """Drops the reference that a failed save has staged. Idempotent."""
-        with self._lock:
-            dropped = self._kept.pop(save_id, DenseReference())
-        self.release(dropped.data.values())
-
-    def release(self, copies: Iterable[Array]) -> None:
-        """Releases copies that no save keeps."""
-        with self._lock:
-            kept = {id(data) for one in self._kept.values() for data in one.data.values()}
-            self.runtime.memory.give_back(data for data in copies if id(data) not in kept)
-
-    def _fitting(self, reference: DenseReference) -> DenseReference:
-        """Returns as much as there is room for, in the order of the leaves; hashes of the rest."""
-        data, hashes, room = {}, dict(reference.hashes), self._most_bytes
-        for key, found in reference.data.items():
-            if found.nbytes <= room:
-                data[key], room = found, room - found.nbytes
-            elif self._hashed and found.ndim == 2:
-                hashes[key] = Hashes.from_bytes(np.asarray(found))
-        return DenseReference(data, reference.counts, hashes)
 
 
 #: Leaves of at least this size are decoded in memory that is reused: filling fresh memory takes as

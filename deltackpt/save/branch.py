@@ -49,6 +49,11 @@ class Clocks:
         here = [known for known in same if known.place == reading.place]
         return min(here or same, key=lambda known: known.clock, default=None)
 
+    def is_older_than(self, earlier: Clocks) -> bool:
+        """Returns whether a TouchState has gone back since ``earlier`` was read."""
+        pairs = ((reading, earlier.seen(reading)) for reading in self.readings)
+        return any(seen is not None and reading.clock < seen.clock for reading, seen in pairs)
+
     def starts_in(self, other: Clocks) -> bool:
         """Returns whether all windows here started when ``other`` was read, or later."""
         return len(self.windows) == len(other.windows) and all(

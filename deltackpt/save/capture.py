@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import math
 import threading
@@ -177,6 +176,7 @@ class FieldSource:
     bounds: np.ndarray  # (shards, 2) int64
     firsts: np.ndarray  # (shards,) int64
     data: list[Any]
+    device_pieces: Sequence[DevicePiece] = ()  # captured on devices, in place of ``data``
 
     @property
     def row_bytes(self) -> int:
@@ -207,6 +207,13 @@ class FieldSource:
                 data.copy(start, stop, out[chunk])
             else:
                 np.copyto(out[chunk], np.asarray(data)[start:stop])
+
+    def copied(self, rows: np.ndarray) -> FieldSource:
+        """Returns the source with a copy of some rows, (n, *trailing), as its rows 0 to n."""
+        bounds, firsts = np.array([[0, len(rows)]]), np.zeros(1, np.int64)
+        return dataclasses.replace(
+            self, on_host=True, bounds=bounds, firsts=firsts, data=[rows], device_pieces=()
+        )
 
     def bits(self, rows: np.ndarray) -> np.ndarray:
         """Returns the bits of a few rows, ascending: (len(rows), row_bytes) uint8."""
@@ -320,6 +327,7 @@ class SegmentSource:
     fields: Mapping[str, FieldSource]
     key: str | None = None  # field with the ids of a delta's rows; None without one, and for bases
     evicted: bool = False  # no row has an id, and all other bits are 0
+    copied_rows: Rows | None = None  # where ``fields`` have the rows, if these are copies
 
     @property
     def on_host(self) -> bool:
@@ -343,16 +351,32 @@ class SegmentSource:
         """Returns the bytes of all rows over all fields."""
         return self.row_bytes * len(self.rows)
 
+    @property
+    def source_rows(self) -> Rows:
+        """Returns the rows of ``fields`` to read."""
+        return self.rows if self.copied_rows is None else self.copied_rows
+
     def bits(self, name: str, positions: np.ndarray) -> np.ndarray:
         """Returns the bits of a field of the rows at some positions; see ``FieldSource.bits``."""
-        return self.fields[name].bits(np.asarray(self.rows)[positions])
+        return self.fields[name].bits(_at(self.source_rows, positions))
+
+    def chosen(self, positions: np.ndarray, *, evicted: bool = False) -> SegmentSource:
+        """Returns the rows at some positions as a segment."""
+        copied = None if self.copied_rows is None else _at(self.copied_rows, positions)
+        rows = _at(self.rows, positions)
+        return dataclasses.replace(self, rows=rows, copied_rows=copied, evicted=evicted)
 
     def detached(self) -> SegmentSource:
         """Returns the segment without its arrays: a reference to them would block donation."""
         fields = {
-            name: dataclasses.replace(source, data=[]) for name, source in self.fields.items()
+            name: dataclasses.replace(source, data=[], device_pieces=())
+            for name, source in self.fields.items()
         }
         return dataclasses.replace(self, fields=fields)
+
+
+def _at(rows: Rows, positions: np.ndarray) -> np.ndarray:
+    return positions + rows.start if isinstance(rows, range) else np.asarray(rows)[positions]
 
 
 def on_host(leaf: object) -> bool:
@@ -401,45 +425,73 @@ _LEAST_SHARE = 4096
 _LEAST_EVICTED_BYTES = 4096
 
 
-def _split_evicted(
-    segment: SegmentSource, bits_of: Callable[[str, np.ndarray], np.ndarray]
-) -> list[tuple[SegmentSource, np.ndarray | None]]:
-    """Splits off zero rows without an id; returns segments with row positions (None: all)."""
+def _split_evicted(segment: SegmentSource) -> list[SegmentSource]:
+    """Splits off zero rows without an id, of which only the row indices are stored."""
     name_of_key = segment.key or ""
     key = segment.fields.get(name_of_key)
     # A table of two columns may be split, and its key column with it.
     if key is None or vocab.column_fault((len(segment.rows), *key.trailing), key.dtype):
-        return [(segment, None)]
+        return [segment]
+    if any(source.device_pieces for source in segment.fields.values()):  # Encoded on their device.
+        return [segment]
     evicted = np.zeros(len(segment.rows), bool)
     step = max(1, _HELD_PIECE_BYTES // max(1, segment.row_bytes))
     for start in range(0, len(evicted), step):
         at = np.arange(start, min(start + step, len(evicted)))
-        keys = bits_of(name_of_key, at).view(key.dtype).reshape(len(at), *key.trailing)
+        keys = segment.bits(name_of_key, at).view(key.dtype).reshape(len(at), *key.trailing)
         at = at[vocab.ids_of(keys) == vocab.NO_ID]
         for name in segment.fields:
             if name != name_of_key and len(at):
-                at = at[~bits_of(name, at).any(axis=1)]
+                at = at[~segment.bits(name, at).any(axis=1)]
         evicted[at] = True
-    count = np.count_nonzero(evicted)
-    if count * segment.row_bytes < _LEAST_EVICTED_BYTES:
-        return [(segment, None)]
-    rows, found = np.asarray(segment.rows), []
-    if count < len(rows):
-        others = dataclasses.replace(segment, rows=rows[~evicted])
-        found.append((others, np.flatnonzero(~evicted)))
-    gone = dataclasses.replace(segment, rows=rows[evicted], evicted=True)
-    return [*found, (gone, np.flatnonzero(evicted))]
+    if np.count_nonzero(evicted) * segment.row_bytes < _LEAST_EVICTED_BYTES:
+        return [segment]
+    gone = segment.chosen(np.flatnonzero(evicted), evicted=True)
+    return [gone] if evicted.all() else [segment.chosen(np.flatnonzero(~evicted)), gone]
 
 
-def _bits_of(held: Mapping[str, np.ndarray], name: str, positions: np.ndarray) -> np.ndarray:
-    rows = held[name].take(positions, 0)
-    return rows.reshape(len(rows), -1).view(np.uint8)
-
-
-class StagedRows:
-    """Rows being copied to their own memory; ``released`` once the state is no longer read."""
+class CapturedRows:
+    """The rows of a save or WAL record; ``released`` once the training state is no longer read."""
 
     pinned = False
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.segments: list[SegmentSource] = []
+
+    def wait(self) -> None:
+        """Waits until the training state may be donated."""
+
+    def land(self) -> None:
+        """Waits until all rows can be read, and moves evicted ones to segments of their own."""
+        self.segments = [one for segment in self.segments for one in _split_evicted(segment)]
+
+    def pieces(self, number: int, field: str, codec: Codec) -> Iterator[RowPiece]:
+        """Yields the rows of one field of a segment in order, in pieces suitable for a codec."""
+        rows, source = self.segments[number].source_rows, self.segments[number].fields[field]
+        if source.device_pieces:
+            return iter(source.device_pieces)
+        chunk_rows = max(1, _HELD_PIECE_BYTES // max(1, source.row_bytes))
+        if not codec.lossless:
+            on_host = piece_rows(source.trailing)
+            return source.pieces(rows, on_host if source.on_host else chunk_rows)
+        # Contiguous raw rows are written without a copy.
+        in_place = (
+            codec.name == "raw"
+            and not isinstance(rows, np.ndarray)
+            # Rows of a stack's member are not adjacent in memory.
+            and not any(isinstance(data, MemberRows) for data in source.data)
+        )
+        return source.pieces(rows, max(1, len(rows)) if in_place else chunk_rows)
+
+    def release(self) -> None:
+        """Drops the rows. Idempotent."""
+        self.segments = [segment.detached() for segment in self.segments]
+        self.released.set()
+
+
+class StagedRows(CapturedRows):
+    """Rows being copied to their own memory."""
 
     def __init__(
         self,
@@ -453,158 +505,83 @@ class StagedRows:
         part of the save at the same time. Lossy codecs, planned by group and field, encode on
         accelerators; their fields stay there until they are written: a wider codec may be needed.
         """
-        self.released = threading.Event()
+        super().__init__()
         self._runtime = runtime
         self._tasks: list[Task[None]] = []
-        #: Number of a segment and field to its rows in host memory, (rows, *trailing).
-        self._on_host: dict[tuple[int, str], np.ndarray] = {}
-        self._on_device: dict[tuple[int, str], list[DevicePiece]] = {}
-        self._lossless: list[tuple[int, str]] = []
-        #: For each segment, the number of the captured one and the positions of its rows there.
-        self._origins: list[tuple[int, np.ndarray | None]] = [
-            (number, None) for number in range(len(segments))
-        ]
+        self._buffers: list[np.ndarray] = []
         try:
-            for number, segment in enumerate(segments):
+            for segment in segments:
+                fields = {}
                 for name, source in segment.fields.items():
                     if segment.on_host:
-                        self._copy((number, name), source, segment.rows)
+                        fields[name] = self._copy(source, segment.rows)
                     else:
                         codec = codecs.get(plans[segment.group][name].codec)
-                        self._on_device[number, name] = source.dispatch(segment.rows, codec)
-                        if codec.lossless:
-                            self._lossless.append((number, name))
-            self.segments = [segment.detached() for segment in segments]
+                        pieces = source.dispatch(segment.rows, codec)
+                        fields[name] = dataclasses.replace(source, data=[], device_pieces=pieces)
+                rows = range(len(segment.rows))
+                self.segments.append(dataclasses.replace(segment, fields=fields, copied_rows=rows))
         except BaseException:
             self.release()
             raise
 
-    def _copy(self, key: tuple[int, str], source: FieldSource, rows: Rows) -> None:
-        out = self._buffer_of(key, len(rows), source.trailing, source.dtype)
+    def _copy(self, source: FieldSource, rows: Rows) -> FieldSource:
+        out = self._allocate(len(rows), source)
         if out.nbytes <= _INLINE_BYTES:
             source.gather(rows, out)
-            return
+            return source.copied(out)
         share = max(_LEAST_SHARE, -(-len(rows) // self._runtime.threads))
         for start in range(0, len(rows), share):
             chunk = slice(start, start + share)
             self._tasks.append(self._runtime.submit(source.gather, rows[chunk], out[chunk]))
+        return source.copied(out)
 
-    def _buffer_of(
-        self, key: tuple[int, str], count: int, trailing: tuple[int, ...], dtype: np.dtype
-    ) -> np.ndarray:
-        self._on_host[key] = self._runtime.memory.allocate((count, *trailing), dtype)
-        return self._on_host[key]
+    def _allocate(self, count: int, source: FieldSource) -> np.ndarray:
+        self._buffers.append(self._runtime.memory.allocate((count, *source.trailing), source.dtype))
+        return self._buffers[-1]
 
     def wait(self) -> None:
-        """Waits until the training state is no longer read; devices read it before later steps."""
+        """See ``CapturedRows``; devices read the state before later steps."""
         for task in self._tasks:
             task.wait()
         self.released.set()
 
     def land(self) -> None:
-        """Waits for the copies, and copies lossless fields of devices to host memory."""
+        """See ``CapturedRows``: copies lossless fields of devices to host memory."""
         self.wait()
         for task in self._tasks:
             task.result()
-        while self._lossless:
-            key = self._lossless.pop()
-            pieces, start = self._on_device.pop(key), 0
-            first, count = pieces[0].rows, len(self.segments[key[0]].rows)
-            out = self._buffer_of(key, count, first.shape[1:], np.dtype(first.dtype))
-            for piece in pieces:
-                out[start : start + piece.count] = piece.host()
-                start += piece.count
-        if any(segment.key is not None for segment in self.segments):
-            self._split_evicted()
-
-    def _split_evicted(self) -> None:
-        """Moves evicted rows to segments of their own, of which only the row indices are stored."""
-        segments, self._origins = self.segments, []
-        self.segments = []
-        for number, segment in enumerate(segments):
-            held = {
-                name: rows
-                for name in segment.fields
-                if (rows := self._on_host.get((number, name))) is not None
-            }
-            chunks: list[tuple[SegmentSource, np.ndarray | None]] = [(segment, None)]
-            if len(held) == len(segment.fields):  # Otherwise, some were encoded on their device.
-                chunks = _split_evicted(segment, functools.partial(_bits_of, held))
-            for chunk, positions in chunks:
-                self.segments.append(chunk)
-                self._origins.append((number, positions))
-
-    def pieces(self, number: int, field: str, codec: Codec) -> Iterator[RowPiece]:
-        """Yields the rows of one field of a segment in order, in pieces suitable for a codec."""
-        source = self.segments[number].fields[field]
-        number, positions = self._origins[number]
-        if (number, field) in self._on_device:
-            yield from self._on_device[number, field]
-            return
-        rows, limit = self._on_host[number, field], piece_rows(source.trailing)
-        if positions is not None:
-            if codec.lossless:
-                limit = max(1, _HELD_PIECE_BYTES // max(1, source.row_bytes))
-            for start in range(0, len(positions), limit):
-                yield HostPiece(rows.take(positions[start : start + limit], 0))
-            return
-        if codec.lossless:
-            limit = max(1, len(rows))
-        for start in range(0, len(rows), limit):
-            yield HostPiece(rows[start : start + limit])
+        for segment in self.segments:
+            segment.fields = fields = dict(segment.fields)  # Each copy frees memory of its device.
+            for name in fields:
+                pieces = fields[name].device_pieces
+                if pieces and pieces[0].dispatched is None:
+                    out, start = self._allocate(len(segment.rows), fields[name]), 0
+                    for piece in pieces:
+                        out[start : start + piece.count] = piece.host()
+                        start += piece.count
+                    fields[name] = fields[name].copied(out)
+        super().land()
 
     def release(self) -> None:
-        """Releases the memory, once nothing writes to it. Idempotent."""
+        """See ``CapturedRows``: gives the memory back once nothing writes to it."""
         self.wait()
-        self._runtime.memory.give_back(self._on_host.values())
-        self._on_host.clear()
-        self._on_device.clear()
+        super().release()
+        self._runtime.memory.give_back(self._buffers)
+        self._buffers.clear()
 
 
-class PinnedRows:
-    """Rows that are read from the training state until they are written; see ``StagedRows``."""
+class PinnedRows(CapturedRows):
+    """Rows that are read from the training state until they are written."""
 
     pinned = True
 
     def __init__(self, segments: Sequence[SegmentSource]):
         """Makes them outlive donation: a device copy off the CPU, where views already do."""
-        self.released = threading.Event()
+        super().__init__()
         self.segments = list(segments)
         for segment in segments:
             _hold(segment)
-
-    def wait(self) -> None:
-        """Does nothing: views are valid, and device copies precede later steps."""
-
-    def land(self) -> None:
-        """Finds evicted rows in the training state; see ``StagedRows.land``."""
-        self.segments = [
-            chunk for segment in self.segments for chunk, _ in _split_evicted(segment, segment.bits)
-        ]
-
-    def pieces(self, number: int, field: str, codec: Codec) -> Iterator[RowPiece]:
-        """See ``StagedRows``: contiguous raw rows are written without a copy."""
-        rows, source = self.segments[number].rows, self.segments[number].fields[field]
-        chunk_rows = max(1, _HELD_PIECE_BYTES // max(1, source.row_bytes))
-        if not codec.lossless:
-            on_host = piece_rows(source.trailing)
-            return source.pieces(rows, on_host if source.on_host else chunk_rows)
-        in_place = (
-            codec.name == "raw"
-            and not isinstance(rows, np.ndarray)
-            # Rows of a stack's member are not adjacent in memory.
-            and not any(isinstance(data, MemberRows) for data in source.data)
-        )
-        return source.pieces(rows, max(1, len(rows)) if in_place else chunk_rows)
-
-    def release(self) -> None:
-        """Drops the references to the training state."""
-        self.segments = [segment.detached() for segment in self.segments]
-        self.released.set()
-
-
-#: The rows of one save, independent of later training steps.
-CapturedRows = StagedRows | PinnedRows
 
 
 @jax.jit

@@ -14,6 +14,8 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,7 +42,7 @@ from deltackpt.lazy_import import LazyModule
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import dense_layout
 from deltackpt.save.commit import StepWriters
-from deltackpt.save.dense_layout import Plan
+from deltackpt.save.dense_layout import Plan, WrittenChunk
 from deltackpt.state import placement
 from deltackpt.storage import ocdbt, shard_writer
 from deltackpt.storage.batch import FileBatch
@@ -56,9 +58,8 @@ else:  # Saves without dense blocks need none of these.
     block_codes = LazyModule("deltackpt.save.block_codes")
     device_blocks = LazyModule("deltackpt.save.device_blocks")
 
-#: Smaller copies share memory, because staging lends whole MiB; those that a keeper keeps do not.
-_STAGED_BYTES = 1 << 20
-_NOTHING = np.empty(0, np.uint8)
+#: Smaller copies that a keeper keeps are not lent, because staging lends whole MiB.
+_LENT_BYTES = 1 << 20
 #: Threads share copies of so many bytes at least, in pieces of about so many.
 _LARGE_BYTES, _PIECE_BYTES = 8 << 20, 2 << 20
 #: Leaves whose codec a record explains.
@@ -73,6 +74,10 @@ class Coding(NamedTuple):
 
     codec: str = LOSSLESS
     max_error: float | None = None
+
+
+#: Path and coding of a leaf that is stored whole.
+_UNCODED = "", Coding()
 
 
 def codings(
@@ -121,6 +126,7 @@ class DenseValue:
     coding: Coding = Coding()
     leaf: str = ""  # path of its leaf; empty without one
     file: bool = False
+    staged: bool = False  # whether the data is a part of ``DenseLeaves.staged``
 
     @classmethod
     def from_bytes(cls, key: str, data: bytes, *, file: bool = False) -> DenseValue:
@@ -161,7 +167,7 @@ class DenseLeaves:
         chunks: Sequence[DenseValue],
         runtime: Runtime,
         keeper: DenseKeeper | None,
-        shared: np.ndarray,
+        staged: Mapping[str, np.ndarray],
     ):
         #: Bytes of all values.
         self.nbytes = sum(value.data.nbytes for value in chunks)
@@ -171,7 +177,8 @@ class DenseLeaves:
         self._plan = plan
         self._runtime = runtime
         self._keeper = keeper
-        self._shared = shared
+        #: Group to the blocks of its staged values, end to end; empty with a keeper.
+        self._staged = staged
 
     @classmethod
     def capture(cls, tree: PyTree, process: int, runtime: Runtime) -> DenseLeaves:
@@ -224,11 +231,11 @@ class DenseLeaves:
         deltas: list[LeafDelta] = []
         try:
             if keeper is None:
-                return write_whole(sink_of, values, self._shared)
+                return write_whole(sink_of, values, self._staged)
             deltas.extend(
                 encode(
                     values,
-                    keeper.references.of(parent),
+                    keeper.reference_of(parent),
                     self._runtime,
                     skip_unchanged=keeper.skip_unchanged,
                 )
@@ -236,7 +243,7 @@ class DenseLeaves:
             keeper.keep(save_id, values, [delta.decoded for delta in deltas])
         finally:
             if keeper is not None:
-                keeper.references.release(delta.decoded for delta in deltas)
+                keeper.release(delta.decoded for delta in deltas)
             self.release()
         return write_changes(sink_of, values, deltas)
 
@@ -248,12 +255,11 @@ class DenseLeaves:
 
     def release(self) -> None:
         """Releases the memory that no save needs. Idempotent."""
-        copies = (value.data for value in self.chunks)
         if self._keeper is not None:
-            self._keeper.references.release(copies)
+            self._keeper.release(value.data for value in self.chunks)
         else:
-            self._runtime.memory.give_back([*copies, self._shared])
-        self.chunks, self._shared = (), _NOTHING
+            self._runtime.memory.give_back(self._staged.values())
+        self.chunks, self._staged = (), {}
 
 
 #: The values of ``Plan.described``, which are equal in all saves of a layout.
@@ -261,7 +267,7 @@ _described_values: IdentityCache[list[DenseValue]] = IdentityCache()
 
 
 class DenseKeeper:
-    """Captures dense leaves for blocks, and keeps their decoded values; thread-safe."""
+    """Captures dense leaves for blocks, and keeps the decoded values of saves; thread-safe."""
 
     def __init__(
         self,
@@ -271,20 +277,39 @@ class DenseKeeper:
         max_reference_bytes: int,
         skip_unchanged: bool,
     ):
-        """Keeps at most ``max_reference_bytes`` of references in host memory, over all saves."""
+        """Keeps at most ``max_reference_bytes`` of references in host memory, over all saves.
+
+        If it may ``skip_unchanged`` blocks, leaves without room are hashed.
+        """
         self.skip_unchanged = skip_unchanged
-        self.references = block_codes.References(
-            max_reference_bytes, runtime, hashed=skip_unchanged
-        )
         self.encodes_on_device = device_blocks.can_encode  # Imports it before the first save.
-        self._coding_of = coding_of
+        #: With memory for the references, and for the copies of saves in flight.
+        self.runtime = runtime.with_memory(2 * max_reference_bytes)
+        self._coding_of, self._most_bytes = coding_of, max_reference_bytes
+        self._lock = threading.RLock()
+        self._kept: dict[SaveId, DenseReference] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all kept arrays, each counted once, without hashes."""
+        with self._lock:
+            held = {
+                id(one): one.nbytes for kept in self._kept.values() for one in kept.data.values()
+            }
+        return sum(held.values())
+
+    def reference_of(self, save_id: SaveId | None) -> DenseReference:
+        """Returns a save's reference; empty if it has none."""
+        with self._lock:
+            found = None if save_id is None else self._kept.get(save_id)
+        return found or block_codes.DenseReference()
 
     def capture(
         self,
         tree: PyTree,
         leaves: Sequence[DenseEntry],
         process: int,
-        given: Mapping[str, np.ndarray] | None = None,
+        given: Mapping[str, np.ndarray] = types.MappingProxyType({}),
     ) -> DenseLeaves:
         """Copies the dense leaves of this process; waits for accelerators.
 
@@ -298,10 +323,11 @@ class DenseKeeper:
             if (name := ".".join(leaf.key)) in dtypes_of:
                 coding = self._coding_of(leaf.path, dtypes_of[name].name)
                 codings[name] = path_name(leaf.path), coding
-        found = _captured(plan, self.references.runtime, self, codings, given or {})
+        found = _captured(plan, self.runtime, self, codings, given)
         try:
             lossy = (one.data.nbytes for one in found.chunks if one.coding.codec != LOSSLESS)
-            self.references.copied(found.nbytes + sum(lossy))
+            # Buffers are up to a fourth larger than their contents.
+            self.runtime.memory.max_kept_bytes = (found.nbytes + sum(lossy)) * 5 // 4
         except BaseException:  # An interrupt.
             found.release()
             raise
@@ -310,9 +336,47 @@ class DenseKeeper:
     def keep(self, save_id: SaveId, values: Sequence[DenseValue], decoded: Sequence[Array]) -> None:
         """Makes decoded values the reference of a save, once it is committed."""
         data = {value.item_key: one for value, one in zip(values, decoded, strict=True)}
-        self.references.stage(
-            save_id, block_codes.DenseReference(data, {one.item_key: one.count for one in values})
-        )
+        counts = {one.item_key: one.count for one in values}
+        with self._lock:
+            # The reference of a save that was restored again is replaced.
+            dropped = self._kept.get(save_id)
+            self._kept[save_id] = block_codes.DenseReference(data, counts)
+        self._release([dropped])
+
+    def committed(self, save_id: SaveId, parent: SaveId) -> None:
+        """Keeps only the parent of the next delta, or the save if ``parent`` has no reference."""
+        with self._lock:
+            chosen = parent if parent in self._kept else save_id
+            dropped = [self._kept.pop(other) for other in self._kept.keys() - {chosen}]
+            if chosen in self._kept and self.nbytes > self._most_bytes:
+                dropped.append(self._kept[chosen])
+                self._kept[chosen] = self._fitting(self._kept[chosen])
+        self._release(dropped)
+
+    def failed(self, save_id: SaveId) -> None:
+        """Drops the reference of a failed save. Idempotent."""
+        with self._lock:
+            dropped = self._kept.pop(save_id, None)
+        self._release([dropped])
+
+    def release(self, copies: Iterable[Array]) -> None:
+        """Releases copies that no save keeps."""
+        with self._lock:
+            kept = {id(data) for one in self._kept.values() for data in one.data.values()}
+            self.runtime.memory.give_back(data for data in copies if id(data) not in kept)
+
+    def _release(self, dropped: Iterable[DenseReference | None]) -> None:
+        self.release(data for one in dropped if one is not None for data in one.data.values())
+
+    def _fitting(self, reference: DenseReference) -> DenseReference:
+        """Returns as much as there is room for, in the order of the leaves; hashes of the rest."""
+        data, hashes, room = {}, dict(reference.hashes), self._most_bytes
+        for key, found in reference.data.items():
+            if found.nbytes <= room:
+                data[key], room = found, room - found.nbytes
+            elif self.skip_unchanged and found.ndim == 2:
+                hashes[key] = block_codes.Hashes.from_bytes(np.asarray(found))
+        return block_codes.DenseReference(data, reference.counts, hashes)
 
     def adopt(
         self,
@@ -341,7 +405,7 @@ class DenseKeeper:
             return
         kept = [value for value in found.chunks if _name_of(value.key) not in changed]
         self.keep(save_id, kept, [value.data for value in kept])
-        self.references.committed(save_id, save_id)
+        self.committed(save_id, save_id)
         found.release()
 
 
@@ -349,75 +413,78 @@ def _captured(
     plan: Plan,
     runtime: Runtime,
     keeper: DenseKeeper | None = None,
-    codings: Mapping[str, tuple[str, Coding]] | None = None,
-    given: Mapping[str, np.ndarray] | None = None,
+    codings: Mapping[str, tuple[str, Coding]] = types.MappingProxyType({}),
+    given: Mapping[str, np.ndarray] = types.MappingProxyType({}),
 ) -> DenseLeaves:
     """Copies the chunks of a plan; without a keeper, the values are stored whole."""
-    # Values of the host are copied into blocks, so that whole leaves are written without another
-    # copy. Without a keeper, copies from accelerators stay as they are.
-    codings, given = codings or {}, given or {}
-    leaf, coding = "", Coding()
-    on_device: dict[str, DenseValue] = {}
-    sources, shared_bytes = [*plan.sources], 0
-    for number, chunk in enumerate(plan.chunks):
-        if chunk.on_host:
-            if keeper is None and chunk.nbytes < _STAGED_BYTES:
-                shared_bytes += chunk.nbytes
-            continue
-        leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
-        if keeper is not None and keeper.encodes_on_device(coding.codec, chunk.group):
-            data, shape = device_blocks.capture(sources[number], chunk.window)
-            on_device[chunk.key] = DenseValue(
-                chunk.key, chunk.group, data, shape, chunk.dtype, coding, leaf
-            )
-        elif chunk.key not in given:
-            sources[number] = placement.host_copy(sources[number])
     values: list[DenseValue] = []
+    on_host: list[tuple[WrittenChunk, DenseValue]] = []
+    # All copies from accelerators start before any copy in host memory.
+    for chunk, source in zip(plan.chunks, plan.sources, strict=True):
+        leaf, coding = codings.get(_name_of(chunk.key), _UNCODED) if codings else _UNCODED
+        value = DenseValue(
+            chunk.key, chunk.group, source, chunk.shape, chunk.dtype, coding, leaf=leaf
+        )
+        values.append(value)
+        if (
+            keeper is not None
+            and not chunk.on_host
+            and keeper.encodes_on_device(coding.codec, chunk.group)
+        ):
+            value.data = device_blocks.capture(source, chunk.window)
+            continue
+        if not (chunk.on_host or chunk.key in given):
+            value.data = placement.host_copy(source)
+        on_host.append((chunk, value))
+    staged: dict[str, np.ndarray] = {}
     copies: list[tuple[np.ndarray, np.ndarray]] = []
-    shared, used = _NOTHING, 0
     try:
-        if shared_bytes:
-            shared = runtime.memory.allocate((shared_bytes,), np.dtype(np.uint8))
-        for chunk, source in zip(plan.chunks, sources, strict=True):
-            key, nbytes, dtype = chunk.key, chunk.nbytes, chunk.dtype
-            if (value := on_device.get(key)) is not None:
-                values.append(value)
-                continue
-            if codings:
-                leaf, coding = codings.get(_name_of(key), ("", Coding()))
-            if (held := given.get(key)) is None:
-                data = np.asarray(source)
+        if keeper is None:
+            _allocate_staged(plan, runtime, staged)
+        used = dict.fromkeys(staged, 0)
+        for chunk, value in on_host:
+            if (held := given.get(chunk.key)) is None:
+                data = np.asarray(value.data)
                 if chunk.shard is not None:
                     data = data[chunk.window]
                 is_copied = chunk.on_host or keeper is not None
             else:
-                data = held.view(dtype)
+                data = held.view(chunk.dtype)
                 is_copied = data.size % BLOCK > 0
-            value = DenseValue(key, chunk.group, data, chunk.shape, dtype, coding, leaf)
-            values.append(value)  # Before its memory is lent.
-            if not nbytes:
+            if value.plain:
                 value.data = np.frombuffer(data.tobytes(), np.uint8)
-            elif is_copied:
-                shape = row_blocks.blocks_of(data.size), BLOCK
-                if nbytes >= _STAGED_BYTES:
-                    value.data = runtime.memory.allocate(shape, dtype)
-                elif shared_bytes:
-                    value.data = np.ndarray(shape, dtype, shared, used)
-                    used += nbytes
-                else:
-                    value.data = np.empty(shape, dtype)
-                flat = value.data.reshape(-1)
-                if data.size < flat.size:
-                    flat[data.size :] = 0
-                copies.append((flat[: data.size].reshape(data.shape), data))
-            else:
+                continue
+            if not is_copied:
                 flat = np.ascontiguousarray(data).reshape(-1)
                 value.data = flat if flat.size % BLOCK else flat.reshape(-1, BLOCK)
+                continue
+            count = row_blocks.blocks_of(data.size)
+            if keeper is None:
+                start = used[chunk.group]
+                used[chunk.group] = start + count
+                value.data, value.staged = staged[chunk.group][start : start + count], True
+            elif chunk.nbytes >= _LENT_BYTES:
+                value.data = runtime.memory.allocate((count, BLOCK), chunk.dtype)
+            else:
+                value.data = np.empty((count, BLOCK), chunk.dtype)
+            flat = value.data.reshape(-1)
+            flat[data.size :] = 0
+            copies.append((flat[: data.size].reshape(data.shape), data))
         _copy(copies, runtime)
-        return DenseLeaves(plan, values, runtime, keeper, shared)
+        return DenseLeaves(plan, values, runtime, keeper, staged)
     except BaseException:
-        runtime.memory.give_back([shared, *(value.data for value in values)])
+        runtime.memory.give_back([*staged.values(), *(value.data for value in values)])
         raise
+
+
+def _allocate_staged(plan: Plan, runtime: Runtime, staged: dict[str, np.ndarray]) -> None:
+    """Allocates one array of blocks for the chunks of each dtype that are in host memory."""
+    counts: collections.Counter[tuple[str, np.dtype]] = collections.Counter()
+    for chunk in plan.chunks:
+        if chunk.on_host and chunk.nbytes:
+            counts[chunk.group, chunk.dtype] += row_blocks.blocks_of(math.prod(chunk.shape))
+    for (group, dtype), count in counts.items():
+        staged[group] = runtime.memory.allocate((count, BLOCK), dtype)
 
 
 def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]], runtime: Runtime) -> None:
@@ -453,30 +520,6 @@ def _blocks(data: np.ndarray) -> Iterator[np.ndarray]:
     yield last
 
 
-def _joined(pieces: Iterable[np.ndarray], shared: np.ndarray) -> Iterator[np.ndarray]:
-    """Joins blocks of one dtype that follow each other in shared memory, to be written in place."""
-    begin, first, stop, dtype = _address(shared), 0, 0, shared.dtype
-    for piece in pieces:
-        start, dtype = _address(piece) - begin, piece.dtype
-        if first < stop == start < shared.nbytes:
-            stop += piece.nbytes
-            continue
-        if first < stop:
-            yield shared[first:stop].view(dtype).reshape(-1, BLOCK)
-        first = stop = 0
-        if 0 <= start < shared.nbytes:
-            first, stop = start, start + piece.nbytes
-        else:
-            yield piece
-    if first < stop:
-        yield shared[first:stop].view(dtype).reshape(-1, BLOCK)
-
-
-def _address(array: np.ndarray) -> int:
-    """Returns the address of the first element, twice as fast as ``array.ctypes.data``."""
-    return array.__array_interface__["data"][0]
-
-
 class WrittenDense(NamedTuple):
     """Dense leaves that were written."""
 
@@ -488,17 +531,19 @@ class WrittenDense(NamedTuple):
 def write_whole(
     sink_of: Callable[[str], SegmentSink],
     values: Iterable[DenseValue],
-    shared: np.ndarray = _NOTHING,
+    staged: Mapping[str, np.ndarray],
 ) -> WrittenDense:
-    """Writes all values in full; some may be copies in ``shared`` memory."""
-    values = sorted(values, key=lambda value: "" if value.plain else value.group)
+    """Writes all values in full; those in ``staged`` memory, by group, are one piece."""
+    values = sorted(values, key=lambda value: (not value.plain, value.group, not value.staged))
     segments = []
     plain = [np.asarray(value.data) for value in values if value.plain]
     if nbytes := sum(data.nbytes for data in plain):
         segments.append(write_plain(sink_of, plain, zstd=nbytes >= _COMPRESSED_BYTES))
     for group, held in itertools.groupby(values[len(plain) :], lambda value: value.group):
-        pieces = (piece for value in held for piece in _blocks(np.asarray(value.data)))
-        blocks = [*_joined(pieces, shared)]
+        blocks = [staged[group]] if group in staged else []
+        for value in held:
+            if not value.staged:
+                blocks.extend(_blocks(np.asarray(value.data)))
         rows = range(sum(map(len, blocks)))
         segments.append(_write_blocks(sink_of, group, _RAW, rows, {"": blocks}))
     described = tuple(_described(values, [True] * len(values)))

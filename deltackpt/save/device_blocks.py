@@ -42,12 +42,11 @@ def can_encode(codec: str, dtype: str) -> bool:
     )
 
 
-def capture(source: jax.Array, window: tuple[slice, ...]) -> tuple[jax.Array, tuple[int, ...]]:
+def capture(source: jax.Array, window: tuple[slice, ...]) -> jax.Array:
     """Copies part of an array as blocks, (blocks, 256), on its device, before later steps run."""
-    bounds = [chunk.indices(size) for chunk, size in zip(window, source.shape, strict=True)]
-    shape = tuple(stop - start for start, stop, _ in bounds)
+    bounds = [chunk.indices(size)[:2] for chunk, size in zip(window, source.shape, strict=True)]
     with placement.on_device_of(source):
-        return _window(source, tuple((start, stop) for start, stop, _ in bounds)), shape
+        return _window(source, tuple(bounds))
 
 
 @functools.partial(jax.jit, static_argnums=1)

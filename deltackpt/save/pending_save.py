@@ -143,7 +143,6 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     return PendingSave(
         intent=intent,
         layout=split.layout,
-        choices=split.codecs,
         plans=plans,
         division=sources.division,
         shared_stamps=shared_stamps,
@@ -220,7 +219,6 @@ class PendingSave(Item):
 
     intent: Intent  # the decision about the save
     layout: Layout
-    choices: Mapping[str, Mapping[str, CodecChoice]]  # group name to field name to the user's codec
     plans: Plans
     division: Division
     shared_stamps: Mapping[str, int]  # must be equal on other processes; see ``Stamps.shared``
@@ -326,7 +324,7 @@ class PendingSave(Item):
                 parent = None if intent.parent is None else intent.parent.save_id
                 dense = self.dense.write_layer(place, intent.save_id, parent)
             segments = save_shard.write_segments(
-                self.rows, place, self.layout, self.choices, self.plans, self.runtime, encoding
+                self.rows, place, self.layout, self.plans, self.runtime, encoding
             )
             return segments, dense
 

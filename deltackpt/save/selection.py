@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import google_crc32c
 import jax
@@ -36,11 +36,6 @@ from deltackpt.state.stacks import MemberRows
 
 #: Columns of the fields that are as wide as the table, and the virtual rows.
 Where = tuple[Span, RowSet]
-#: Stamps of so many rows are looked at at once, those of smaller tables together.
-_BATCH_STAMPS = 1 << 18
-
-#: Spans of rows of one array of stamps, ascending, each with the shard that holds them.
-StampShards = tuple[tuple[Span, int], ...]
 #: Table name to the place of each TouchState that has stamps of it, to these, (rows,).
 StampsByTable = Mapping[str, Mapping[str, Any]]
 #: Table name to field name to array, (rows, *trailing).
@@ -64,28 +59,12 @@ class FieldPlan:
         return dataclasses.replace(self.source, data=data)
 
 
-class StampBatch(NamedTuple):
-    """Tables whose stamps are read together, each with its spans on this process, ascending.
-
-    ``end_to_end`` is the path of a TouchState and the slice of its shards in ``Division.stamps``,
-    if the tables are adjacent, read whole, and have all their stamps in that TouchState and in the
-    host memory of this process; else None.
-    """
-
-    tables: tuple[tuple[TableEntry, tuple[Span, ...]], ...]
-    end_to_end: tuple[str, slice] | None
-
-
 class Division:
     """The rows that this process reads from states of one layout; ``of`` caches divisions."""
 
     def __init__(self, layout: Layout, leaves: Leaves, stamps: StampsByTable):
         """Raises TableSelectionError if a slot is split by columns and not as wide as its table."""
         self.layout = layout
-        self.stamp_shards: Mapping[str, Mapping[str, StampShards]] = {
-            table: {place: stamp_shards_of(array) for place, array in held.items()}
-            for table, held in stamps.items()
-        }
         self.members = {
             group.name: tuple(manifest.tables_of_group(group, layout.tables))
             for group in layout.groups
@@ -108,9 +87,18 @@ class Division:
             group: row_blocks.joined(span for _, held in by_rows for span in held.reach)
             for group, by_rows in self.fields.items()
         }
-        self.batches = {
-            group: tuple(_batches(_spans_by_table(members, self.local_rows[group]), stamps, plans))
-            for (group, members), plans in zip(self.members.items(), self.stamps.values())
+        #: For each group and TouchState, the local rows of the tables that have stamps in it.
+        self.stamped = {
+            (group, plan.name): _common(
+                self.local_rows[group],
+                row_blocks.joined(
+                    (table.offset, table.offset + table.rows)
+                    for table in members
+                    if plan.name in stamps[table.name]
+                ),
+            )
+            for group, members in self.members.items()
+            for plan in self.stamps[group]
         }
 
     @cached_property
@@ -133,63 +121,9 @@ class Division:
         return manifest.cover(group, self.layout.tables, rows, [columns for columns, _ in wheres])
 
 
-def _spans_by_table(
-    members: Sequence[TableEntry], held: tuple[Span, ...]
-) -> Iterator[tuple[TableEntry, tuple[Span, ...]]]:
-    """Yields the tables that have some of the virtual spans, each with its own spans."""
-    rows = row_blocks.rows_of(held)
-    for table in members:
-        piece = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
-        if len(piece):
-            assert not isinstance(piece, np.ndarray)
-            spans = row_blocks.spans_of(piece)
-            yield table, tuple((a - table.offset, b - table.offset) for a, b in spans)
-
-
-def _batches(
-    tables: Iterable[tuple[TableEntry, tuple[Span, ...]]],
-    stamps: StampsByTable,
-    plans: Sequence[FieldPlan],
-) -> Iterator[StampBatch]:
-    """Returns tables of a group in batches that are worth a thread, or fit into a cache."""
-    batch: list[tuple[TableEntry, tuple[Span, ...]]] = []
-    rows = 0
-    for table, spans in tables:
-        batch.append((table, spans))
-        rows += table.rows
-        if rows >= _BATCH_STAMPS:
-            yield _batch(batch, stamps, plans)
-            batch, rows = [], 0
-    if batch:
-        yield _batch(batch, stamps, plans)
-
-
-def _batch(
-    tables: Sequence[tuple[TableEntry, tuple[Span, ...]]],
-    stamps: StampsByTable,
-    plans: Sequence[FieldPlan],
-) -> StampBatch:
-    whole = all(spans == ((0, table.rows),) for table, spans in tables)
-    ends = [table.offset + table.rows for table, _ in tables]
-    adjacent = ends[:-1] == [table.offset for table, _ in tables[1:]]
-    held = [stamps[table.name] for table, _ in tables] if stamps else []
-    together = len({place for places in held for place in places}) == 1 and all(
-        capture.on_host(array) and _covers(stamp_shards_of(array), array.shape[0])
-        for places in held
-        for array in places.values()
-    )
-    if not (whole and adjacent and together):
-        return StampBatch(tuple(tables), None)
-    [place] = held[0]
-    firsts = next(plan.source.firsts for plan in plans if plan.name == place)
-    shards = slice(*np.searchsorted(firsts, (tables[0][0].offset, ends[-1])).tolist())
-    return StampBatch(tuple(tables), (place, shards))
-
-
-def _covers(shards: StampShards, rows: int) -> bool:
-    """Whether shards hold all rows, each once."""
-    ends = [0, *(stop for (_, stop), _ in shards)]
-    return [start for (start, _), _ in shards] == ends[:-1] and ends[-1] == rows
+def _common(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
+    found = (row_blocks.common(one, other) for one in spans for other in others)
+    return tuple((start, stop) for start, stop in found if start < stop)
 
 
 def divide(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
@@ -200,12 +134,12 @@ def divide(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
 _divisions: IdentityCache[Division] = IdentityCache()
 
 
-def stamp_shards_of(stamps: Any) -> StampShards:
-    """Returns the distinct shards of stamps on this process, by their rows."""
+def _stamp_shards(stamps: Any) -> list[tuple[Span, int]]:
+    """Returns the distinct shards of stamps on this process, each by its rows, ascending."""
     if not isinstance(stamps, jax.Array):
-        return (((0, stamps.shape[0]), placement.ITSELF),)
+        return [((0, stamps.shape[0]), placement.ITSELF)]
     found = {box.rows: shard for box, shard in placement.shard_boxes(stamps).items()}
-    return tuple(sorted(found.items()))
+    return sorted(found.items())
 
 
 def _stamp_plans(members: Iterable[TableEntry], stamps: StampsByTable) -> Iterator[FieldPlan]:
@@ -213,7 +147,7 @@ def _stamp_plans(members: Iterable[TableEntry], stamps: StampsByTable) -> Iterat
     found: dict[str, list[tuple[Span, str, int]]] = {}
     for table in members:
         for place, array in stamps.get(table.name, {}).items():
-            for (first, last), shard in stamp_shards_of(array):
+            for (first, last), shard in _stamp_shards(array):
                 span = table.offset + first, table.offset + last
                 found.setdefault(place, []).append((span, table.name, shard))
     for place, shards in found.items():
@@ -318,8 +252,6 @@ def _by_rows(group: GroupEntry, plans: Sequence[FieldPlan]) -> dict[Where, dict[
 
 #: More stamps are scanned by another thread.
 _INLINE_STAMPS = 1 << 20
-#: Distinct shards of one array of stamps, by the rows that they hold.
-_Shards = Sequence[tuple[Span, Any]]
 
 
 class Stamps:
@@ -334,7 +266,8 @@ class Stamps:
             for group, plans in division.stamps.items()
         }
         self._runtime = runtime
-        self._scans: dict[str, list[Callable[[], np.ndarray]]] = {}
+        #: Group to the scans of each TouchState.
+        self._scans: dict[str, list[list[Callable[[], np.ndarray]]]] = {}
         self._rows: dict[str, np.ndarray] = {}
         self._spans = division.local_rows
 
@@ -346,46 +279,41 @@ class Stamps:
     def scan(self, since: Mapping[str, int]) -> None:
         """Starts to find the rows touched after a clock, given by TouchState path."""
         self._rows = {}
-        for group in self._layout.groups:
-            scans = self._scans[group.name] = []
-            for tables in self._division.batches[group.name]:
-                scans.append(self._scan_tables(group.name, tables, since))
-
-    def _scan_tables(
-        self, group: str, tables: StampBatch, since: Mapping[str, int]
-    ) -> Callable[[], np.ndarray]:
-        """Returns a function for the touched rows of tables; threads find those of many rows."""
-        if tables.end_to_end is not None:
-            place, shards = tables.end_to_end
-            stamps = self._sources[group][place].data[shards]
-            start = tables.tables[0][0].offset
-
-            def scan() -> np.ndarray:
-                return kernels.scan(stamps, since[place], start)
-
-        else:
-            scans = [
+        for group, sources in self._sources.items():
+            self._scans[group] = [
                 [
-                    (stamps, self._shards_of(table.name, place), since[place], table.offset, spans)
-                    for place, stamps in self._stamps[table.name].items()
+                    scan
+                    for span in self._division.stamped[group, place]
+                    for scan in self._scans_of(source, since[place], *span)
                 ]
-                for table, spans in tables.tables
+                for place, source in sources.items()
             ]
 
-            def scan() -> np.ndarray:
-                found = [[touched_rows(*arguments) for arguments in table] for table in scans]
-                return np.concatenate(
-                    [one[0] if len(one) == 1 else row_blocks.union_of(one) for one in found]
-                )
-
-        count = sum(stop - start for _, spans in tables.tables for start, stop in spans)
-        return scan if count <= _INLINE_STAMPS else self._runtime.submit(scan).result
+    def _scans_of(
+        self, source: FieldSource, since_clock: int, start: int, stop: int
+    ) -> Iterator[Callable[[], np.ndarray]]:
+        """Returns functions for the touched rows of a span; threads find those of many rows."""
+        find, count = functools.partial(touched_rows, source, since_clock), stop - start
+        if count <= _INLINE_STAMPS:
+            yield functools.partial(find, start, stop)
+            return
+        if source.on_host:
+            pieces = min(self._runtime.threads, -(-count // _INLINE_STAMPS))
+            cuts = [start + count * number // pieces for number in range(pieces + 1)]
+            spans = [*itertools.pairwise(cuts)]
+        else:
+            spans = _common([(start, stop)], source.bounds.tolist()) or [(start, stop)]
+        for span in spans:
+            yield self._runtime.submit(find, *span).result
 
     def touched(self, group: str, held: RowSet) -> np.ndarray:
         """Returns the rows among ``held`` that any TouchState marks: virtual, int64, ascending."""
         if group not in self._rows:
-            pieces = [scan() for scan in self._scans[group]]
-            self._rows[group] = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+            found = [
+                np.concatenate([scan() for scan in scans] or [np.empty(0, np.int64)])
+                for scans in self._scans[group]
+            ]
+            self._rows[group] = found[0] if len(found) == 1 else row_blocks.union_of(found)
         rows = self._rows[group]
         if held == RowSet(self._spans[group]):
             return rows
@@ -422,71 +350,61 @@ class Stamps:
         found = {}
         for table in self._layout.tables:
             for place, stamps in self._stamps.get(table.name, {}).items():
-                elsewhere = placement.shared_rows(stamps)
-                for span, shard in self._shards_of(table.name, place):
-                    if span in elsewhere:
-                        scans = self._runtime.submit(
-                            _crc32c_of_touched, stamps, [(span, shard)], since[place], span
-                        )
-                        found[f"{table.name}[{span[0]}:{span[1]}]@{place}"] = scans
-        return {key: scans.result() for key, scans in found.items()}
-
-    def _shards_of(self, table: str, place: str) -> _Shards:
-        stamps = self._stamps[table][place]
-        return [
-            (span, placement.shard_data(stamps, shard))
-            for span, shard in self._division.stamp_shards[table][place]
-        ]
+                for span in sorted(placement.shared_rows(stamps)):
+                    found[f"{table.name}[{span[0]}:{span[1]}]@{place}"] = self._runtime.submit(
+                        _crc32c_of_touched,
+                        self._sources[table.group][place],
+                        since[place],
+                        table.offset,
+                        span,
+                    )
+        return {key: crc.result() for key, crc in found.items()}
 
 
-def touched_rows(
-    stamps: Any, shards: _Shards, since_clock: int, offset: int, spans: Sequence[Span]
-) -> np.ndarray:
-    """Returns virtual indices, int64 ascending, of rows stamped after ``since_clock``.
+@placement.neutral()  # On each thread.
+def touched_rows(source: FieldSource, since_clock: int, start: int, stop: int) -> np.ndarray:
+    """Returns those of the virtual rows [start, stop) stamped after a clock, int64 ascending.
 
-    ``offset`` is the virtual index of the table's first row; ``spans`` are the rows to read,
-    ascending. Raises TrackingError if this process does not hold their stamps.
+    Raises TrackingError if ``source``, the stamps of one TouchState, does not have all these rows.
     """
-    if len(spans) == len(shards) == 1 and spans[0] == shards[0][0]:
-        (start, stop), shard = shards[0]
-        return _touched_in(shard, since_clock, 0, stop - start, start + offset)
+    bounds = source.bounds
+    first = int(np.searchsorted(bounds[:, 1], start, "right"))
+    last = int(np.searchsorted(bounds[:, 0], stop))
+    held = np.clip(bounds[first:last], start, stop)
+    if (held[:, 1] - held[:, 0]).sum() != stop - start:
+        raise TrackingError(
+            f"stamps of rows {start} to {stop} of a group: expected all on this process, found "
+            f"those of {bounds[first:last].tolist()}; pass the stamps the sharding of their "
+            "table's rows: touched.init(tables)"
+        )
+    shards, spans = source.data[first:last], (held - bounds[first:last, :1]).tolist()
+    if source.on_host:
+        # Only the first and the last shard may be cut; the kernels read the buffers of others.
+        for end in {0, len(shards) - 1} if shards else ():
+            if spans[end] != [0, len(shards[end])]:
+                shards[end] = np.asarray(shards[end])[slice(*spans[end])]
+        return kernels.scan(shards, since_clock, start)
     found = [np.empty(0, np.int64)]
-    for start, stop in spans:
-        for (first, last), shard in shards:
-            low, high = max(start, first), min(stop, last)
-            if low == start < high:
-                span = low - first, high - first
-                found.append(_touched_in(shard, since_clock, *span, first + offset))
-                start = high
-        if start < stop:
-            raise TrackingError(
-                f"stamps of shape {stamps.shape}: expected those of rows {start} to {stop} on this "
-                f"process, found the sharding {getattr(stamps, 'sharding', None)}; pass the stamps "
-                "the sharding of their table's rows: touched.init(tables)"
-            )
+    for data, span, virtual in zip(shards, spans, bounds[first:last, 0]):
+        found.append(_touched_in(data, since_clock, *span) + virtual)
     return np.concatenate(found)
 
 
-def _touched_in(stamps: object, since_clock: int, start: int, stop: int, first: int) -> np.ndarray:
-    """Rows of ``[start, stop)`` of a shard stamped after the clock; row 0 counts as ``first``."""
-    if capture.on_host(stamps):
-        return kernels.scan([np.asarray(stamps)[start:stop]], since_clock, first + start)
-    with placement.neutral(), placement.on_device_of(stamps):
+def _touched_in(stamps: Any, since_clock: int, start: int, stop: int) -> np.ndarray:
+    """Returns those of the rows [start, stop) of a shard that were stamped after the clock."""
+    if capture.on_host(stamps):  # Stamps of other tables are on devices.
+        return kernels.scan([np.asarray(stamps)[start:stop]], since_clock, start)
+    with placement.on_device_of(stamps):
         count = int(_count_touched(stamps, since_clock))
         rows = np.asarray(_touched(stamps, since_clock, size=capture.bucket(count)))[:count]
-    return rows[(rows >= start) & (rows < stop)].astype(np.int64) + first
+    return rows[(rows >= start) & (rows < stop)].astype(np.int64)
 
 
-def _crc32c_of_touched(
-    stamps: object, shards: Sequence[tuple[Span, object]], since_clock: int, span: Span
-) -> int:
-    """A checksum of the rows of a span that were touched, and of when."""
-    rows = touched_rows(stamps, shards, since_clock, 0, [span])
-    [(_, shard)] = shards
-    when = np.empty(0, np.int32)
-    if len(rows):
-        when = np.asarray(capture.dispatch_rows(shard, rows - span[0]))[: len(rows)]
-    crc = google_crc32c.value(rows.astype("<i8").tobytes())
+def _crc32c_of_touched(source: FieldSource, since_clock: int, offset: int, span: Span) -> int:
+    """A checksum of the rows of a span of a table that were touched, and of when."""
+    rows = touched_rows(source, since_clock, offset + span[0], offset + span[1])
+    when = source.bits(rows).view(np.int32)[:, 0]
+    crc = google_crc32c.value((rows - offset).astype("<i8").tobytes())
     return google_crc32c.extend(crc, (when - np.int32(since_clock)).astype("<i4").tobytes())
 
 

@@ -21,7 +21,7 @@ from deltackpt.errors import ErrorBudgetExceeded, OptionError
 from deltackpt.format import manifest, row_blocks
 from deltackpt.format.manifest import Layout
 from deltackpt.format.row_blocks import ArrayEntry, Segment
-from deltackpt.policies import CodecChoice, PlannedCodec
+from deltackpt.policies import PlannedCodec
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save.capture import BusyClock, CapturedRows, RowPiece, SegmentSource, encode_ahead
 from deltackpt.save.encode import Encoded
@@ -43,7 +43,6 @@ class Field:
     tables: Sequence[str]  # of the group, in the order of their offsets
     #: (len(tables) + 1,): positions in the segment at which each table's rows begin and end.
     bounds: np.ndarray
-    choice: CodecChoice  # the user's
     planned: PlannedCodec  # the codec to try first
     pinned: bool = False  # its rows are views of the state; a change during the write is detected
 
@@ -73,7 +72,7 @@ def write_field(
     plan = field.planned
     if not _fits(field, plan.codec):  # the shard of a table that is split by columns
         reason = f"raw: columns of shape {field.trailing} are too narrow for {plan.codec}"
-        plan = PlannedCodec(codec="raw", reason=reason)
+        plan = dataclasses.replace(plan, codec="raw", reason=reason)
     while True:
         codec = codecs.get(plan.codec)
         if codecs.is_lossless(codec):
@@ -87,13 +86,13 @@ def write_field(
         if fault is None:
             return attempt.finish(plan)
         attempt.remove()
-        if fault.over_budget and field.choice.when_exceeded == "refuse":
+        if fault.over_budget and plan.when_exceeded == "refuse":
             raise ErrorBudgetExceeded(
                 f"segment {place.segment}, {field.name}: expected an error within max_error="
-                f"{field.choice.max_error:g} of the norm of the rows, found that {fault.text}; "
+                f"{plan.max_error:g} of the norm of the rows, found that {fault.text}; "
                 "choose a more precise codec, a wider budget, or when_exceeded='widen'"
             )
-        plan = _wider(field, plan.codec, fault)
+        plan = _wider(field, plan, fault)
 
 
 def _constant(field: Field, codec: str) -> StoredField:
@@ -202,7 +201,7 @@ class _Attempt:
         if self.hopeless():
             text = f"{name} cannot represent {self._raw_count} of {self._done} rows"
             return _Fault(text, over_budget=False)
-        bound = field.choice.max_error
+        bound = field.planned.max_error
         if bound is None:
             return None
         error, norm = self._squared_error, self._squared_norm
@@ -231,16 +230,17 @@ def _entries(field: Field, codec: Codec) -> dict[str, ArrayEntry]:
     }
 
 
-def _wider(field: Field, codec: str, fault: _Fault) -> PlannedCodec:
+def _wider(field: Field, plan: PlannedCodec, fault: _Fault) -> PlannedCodec:
     name = "raw"
     if fault.over_budget:
-        name = codecs.wider(codec)
+        name = codecs.wider(plan.codec)
         while not _fits(field, name):
             name = codecs.wider(name)
     reason = f"{name}: {fault.text}"
     if fault.over_budget:
-        reason += f", more than {field.choice.max_error:g}"
-    return PlannedCodec(codec=name, reason=f"{reason} (planned {field.planned.reason})")
+        reason += f", more than {plan.max_error:g}"
+    reason += f" (planned {field.planned.reason})"
+    return dataclasses.replace(plan, codec=name, reason=reason)
 
 
 def _fits(field: Field, name: str) -> bool:
@@ -278,7 +278,6 @@ def write_segments(
     rows: CapturedRows,
     sink_of: Callable[[str], SegmentSink],
     layout: Layout,
-    choices: Mapping[str, Mapping[str, CodecChoice]],
     plans: Plans,
     runtime: Runtime,
     encoding: BusyClock,
@@ -291,7 +290,7 @@ def write_segments(
         sink = sink_of(f"{source.group}.{number}")
         sinks.append(sink)
         writes.append(functools.partial(shard_writer.write_rows, sink, source.rows))
-        for field in _fields_of(source, layout, choices, plans, pinned=rows.pinned):
+        for field in _fields_of(source, layout, plans, pinned=rows.pinned):
             if source.evicted:  # Rows without ids: constant codecs stand for the fields.
                 codec = codecs.ONES if field.name == source.key else codecs.ZEROS
                 writes.append(functools.partial(_constant, field, codec))
@@ -312,14 +311,7 @@ def write_segments(
     ]
 
 
-def _fields_of(
-    source: SegmentSource,
-    layout: Layout,
-    choices: Mapping[str, Mapping[str, CodecChoice]],
-    plans: Plans,
-    *,
-    pinned: bool,
-) -> list[Field]:
+def _fields_of(source: SegmentSource, layout: Layout, plans: Plans, *, pinned: bool) -> list[Field]:
     group = layout.group_by_name[source.group]
     bounds = shard_writer.table_bounds(group, layout, source.rows)
     tables = [table.name for table in manifest.tables_of_group(group, layout.tables)]
@@ -330,7 +322,6 @@ def _fields_of(
             dtype=field.dtype,
             tables=tables,
             bounds=bounds,
-            choice=choices[group.name][name],
             planned=plans[group.name][name],
             pinned=pinned and source.is_view(name),
         )

@@ -15,13 +15,12 @@ import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from deltackpt.cached import cached_property
 from deltackpt.errors import Damaged, DamagedWal, OptionError, RestoreError
-from deltackpt.format import dtypes, naming
+from deltackpt.format import naming
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.manifest import (
     DenseEntry,
@@ -34,15 +33,16 @@ from deltackpt.format.manifest import (
 from deltackpt.format.naming import PyTree
 from deltackpt.format.row_blocks import BLOCK, BlockedValue
 from deltackpt.inspect.dense_items import DenseItem
-from deltackpt.reading import chains, dense_state, stored_dense, stored_saves
+from deltackpt.reading import chains, dense_state, stored_dense, stored_saves, zarr_arrays
 from deltackpt.reading.dense_state import KnownStates, Wanted
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
 from deltackpt.reading.stored_dense import DenseValues, shape_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import ReplayPlan
+from deltackpt.reading.zarr_arrays import ZarrArray
 from deltackpt.resources import host_memory
 from deltackpt.standby.loaded_state import HeldState, StateHolder, committed_secs
-from deltackpt.storage.ocdbt import ZARRAY, chunk_key
+from deltackpt.storage.ocdbt import ZARRAY
 from deltackpt.storage.store import StorePath
 
 _logger = logging.getLogger(__name__)
@@ -86,69 +86,6 @@ def name_of(leaf: DenseEntry) -> str:
     return ".".join(leaf.key)
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafArray:
-    """The layout of a leaf's array."""
-
-    name: str  # In Orbax's database.
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    chunks: tuple[int, ...]  # Shape of each chunk, which is one value and padded at the edges.
-
-    @property
-    def keys(self) -> list[str]:
-        """Keys of its values."""
-        return [chunk_key(self.name, index) for index in self._indices()]
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Size of each value in bytes."""
-        return math.prod(self.chunks) * self.dtype.itemsize
-
-    def of(self, values: Mapping[str, memoryview]) -> np.ndarray:
-        """Returns the leaf, read-only: a view if it is a single value, else a copy."""
-        keys = self.keys
-        if len(keys) == 1 and self.chunks == self.shape:
-            return self._chunk(values[keys[0]])
-        found = np.empty(self.shape, self.dtype)
-        for index, key in zip(self._indices(), keys):
-            starts = [at * size for at, size in zip(index, self.chunks)]
-            chunk = tuple(slice(start, start + size) for start, size in zip(starts, self.chunks))
-            out = found[chunk]
-            out[...] = self._chunk(values[key])[tuple(slice(size) for size in out.shape)]
-        found.flags.writeable = False
-        return found
-
-    def _chunk(self, data: memoryview) -> np.ndarray:
-        held = np.frombuffer(data.toreadonly(), np.uint8)[: self.chunk_bytes]
-        return held.view(self.dtype).reshape(self.chunks)
-
-    def _indices(self) -> Iterator[tuple[int, ...]]:
-        counts = [-(-size // piece) for size, piece in zip(self.shape, self.chunks)]
-        return itertools.product(*map(range, counts))
-
-
-def described(name: str, text: bytes | memoryview | None, shown: str) -> LeafArray | None:
-    """Parses a leaf's ``.zarray``; None if there is none, or values are not plain in C order."""
-    if text is None:
-        return None
-    try:
-        found: dict[str, Any] = json.loads(bytes(text))
-        shape = tuple(int(size) for size in found["shape"])
-        chunks = tuple(int(size) for size in found["chunks"])
-        written, plain = str(found["dtype"]), not (found["compressor"] or found["filters"])
-        if len(shape) != len(chunks) or min((*shape, *chunks), default=1) < 1:
-            raise ValueError(f"shape {shape} in chunks {chunks}")
-        if not plain or found["order"] != "C" or found.get("dimension_separator", ".") != ".":
-            return None
-        dtype = dtypes.dtype_of(written) if dtypes.is_known(written) else np.dtype(written)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(
-            f"{shown}, {name}/{ZARRAY}", "Zarr metadata of an array", str(error)
-        ) from error
-    return LeafArray(name, shape, dtype, chunks) if dtype.isnative else None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ServedLeaves(HeldState, Mapping[str, np.ndarray]):
     """The followed dense leaves at one step or recovery point, by '/'-joined path.
@@ -166,7 +103,7 @@ class ServedLeaves(HeldState, Mapping[str, np.ndarray]):
     stored: DenseValues
     # Value to a number, equal in two versions only if the value is.
     numbers: Mapping[str, int]
-    entries: Mapping[DenseEntry, LeafArray]
+    entries: Mapping[DenseEntry, ZarrArray]
     accepts_deltas: bool  # Whether a delta of the step can be applied.
     bytes_read: int
     _arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -183,7 +120,7 @@ class ServedLeaves(HeldState, Mapping[str, np.ndarray]):
         return self.save.save_id if self.point is None else self.point.save_id
 
     @cached_property
-    def _leaves(self) -> dict[str, LeafArray]:
+    def _leaves(self) -> dict[str, ZarrArray]:
         return {path_name(leaf.path): found for leaf, found in self.entries.items()}
 
     @property
@@ -196,7 +133,10 @@ class ServedLeaves(HeldState, Mapping[str, np.ndarray]):
             raise KeyError(f"expected one of {sorted(self._leaves)}, found {path!r}")
         with self._lock:
             if path not in self._arrays:
-                self._arrays[path] = self._leaves[path].of(self.stored.values)
+                leaf = self._leaves[path]
+                found = leaf.read(self.stored.values, leaf.whole)
+                found.flags.writeable = False
+                self._arrays[path] = found
             return self._arrays[path]
 
     def __iter__(self) -> Iterator[str]:
@@ -239,7 +179,9 @@ class ServedLeaves(HeldState, Mapping[str, np.ndarray]):
         """Returns an id of a leaf's contents: equal in two versions only if the leaf is equal."""
         leaf, numbers = self._leaves[path], self.numbers
         return tuple(
-            numbers[key] for key in (f"{leaf.name}/{ZARRAY}", *leaf.keys) if key in numbers
+            numbers[key]
+            for key in (f"{leaf.name}/{ZARRAY}", *sorted(leaf.keys([leaf.whole])))
+            if key in numbers
         )
 
 
@@ -392,17 +334,17 @@ class LeafReplica(StateHolder[ServedLeaves]):
     ) -> ServedLeaves:
         """Makes a version from values, which share memory with equal ones before if compared."""
         values, numbers, accepts_deltas = dict(found.values), dict[str, int](), True
-        arrays: dict[DenseEntry, LeafArray] = {}
+        arrays: dict[DenseEntry, ZarrArray] = {}
         for leaf in leaves:
             name = name_of(leaf)
-            array = described(name, values.get(f"{name}/{ZARRAY}"), save.name)
+            array = _described(name, values.get(f"{name}/{ZARRAY}"), save.name)
             if array is None and plan is None:
                 array = self._by_orbax(save, leaf, values, read)
                 accepts_deltas = accepts_deltas and array is None
             if array is None:
                 continue
             arrays[leaf] = array
-            for key in array.keys:
+            for key in array.keys([array.whole]):
                 if key not in values or values[key].nbytes < array.chunk_bytes:
                     shown = "none" if key not in values else f"{values[key].nbytes} bytes"
                     raise Damaged(save.name, f"{array.chunk_bytes} bytes of {key}", shown)
@@ -434,7 +376,7 @@ class LeafReplica(StateHolder[ServedLeaves]):
 
     def _by_orbax(
         self, save: StoredSave, leaf: DenseEntry, values: dict[str, memoryview], read: list[int]
-    ) -> LeafArray | None:
+    ) -> ZarrArray | None:
         """Reads an array in another format of Orbax's; None if it has no elements."""
         item_dir = save.step_dir / naming.DENSE_ITEM
         if not item_dir.is_dir():
@@ -451,10 +393,19 @@ class LeafReplica(StateHolder[ServedLeaves]):
             return None
         found = np.asarray(stored, order="C")
         read.append(found.nbytes)
-        array = LeafArray(name_of(leaf), found.shape, found.dtype, found.shape)
-        [key] = array.keys
+        array = ZarrArray(name_of(leaf), found.shape, found.shape, found.dtype)
+        [key] = array.keys([array.whole])
         values[key] = found.reshape(-1).view(np.uint8).data
         return array
+
+
+def _described(name: str, text: memoryview | None, shown: str) -> ZarrArray | None:
+    """Parses a leaf's ``.zarray``; None without one, or if ``ZarrArray`` cannot read it."""
+    try:
+        return None if text is None else zarr_arrays.parsed(name, text)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        what = "Zarr metadata of an array"
+        raise Damaged(f"{shown}, {name}/{ZARRAY}", what, str(error)) from error
 
 
 def _wanted(leaves: Sequence[DenseEntry]) -> Wanted:

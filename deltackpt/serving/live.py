@@ -77,12 +77,13 @@ class DeviceRows:
         """Transfers all rows; returns the array when they were read."""
         jax = jax_module()
         with neutral():
-            array = jax.device_put(rows, self._sharding)
-            if any(device.platform == "cpu" for device in array.devices()):
+            devices = jax.device_put(rows[:0], self._sharding).devices()
+            if any(device.platform == "cpu" for device in devices):
                 # jax aliases the rows even with may_alias=False (jax issue 37830); they change in
                 # place.
-                array = jax.device_put(rows.copy(), self._sharding)
-            self.array, self.number = jax.block_until_ready(array), number
+                rows = rows.copy()
+            array = jax.block_until_ready(jax.device_put(rows, self._sharding))
+            self.array, self.number = array, number
             self._scatter = jax.jit(_set_rows, donate_argnums=0, out_shardings=array.sharding)
         return array
 

@@ -278,7 +278,7 @@ class Saver:
             if isinstance(item, PendingSave):
                 self._run.lineage.failed(item.intent.save_id)
                 if self._run.dense is not None:
-                    self._run.dense.references.failed(item.intent.save_id)
+                    self._run.dense.failed(item.intent.save_id)
         _release(items)
 
     def _dense(self, step: int, temporary: Path, split: Split, pending: PendingSave) -> Item | None:
@@ -381,11 +381,11 @@ class Saver:
             _release(planned.items)  # Some items were never started.
             if keeper is not None and save_id is not None:
                 # If it was committed nevertheless, the next delta has no references.
-                keeper.references.failed(save_id)
+                keeper.failed(save_id)
             run.local.remove_remade(planned.writers.temporary)
             raise
         if keeper is not None and save_id is not None:
-            keeper.references.committed(save_id, run.lineage.next_parent(save_id))
+            keeper.committed(save_id, run.lineage.next_parent(save_id))
         if run.replication is not None:
             with run.coordinator.alive():
                 run.replication.committed()

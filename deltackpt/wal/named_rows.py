@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows named in ``append(ids=...)``, for comparison with the stamps at each save.
+"""The rows named in ``append(ids=...)``: checked, joined, and compared with the stamps at a save.
 
 With ``ids`` the training thread does not read the stamps. If they omit a touched row, no record
 contains it; a save finds that before any restore does.
@@ -7,11 +7,14 @@ contains it; a save finds that before any restore does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from deltackpt.format import row_blocks
+from deltackpt.errors import OptionError
+from deltackpt.format import naming, row_blocks
+from deltackpt.format.manifest import Layout
+from deltackpt.format.records import IdentityCache
 from deltackpt.format.row_blocks import RowSet
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import pending_save
@@ -19,6 +22,67 @@ from deltackpt.save.branch import Clocks, clocks_seen
 from deltackpt.save.selection import Sources, virtual_rows
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, match_marks
+
+#: Flags for all rows of a table are set and looked through where there are at most so many for each
+#: number: with more it is faster to sort the numbers.
+_MOST_FLAGS = 64
+#: Table name to row numbers, int64 ascending.
+Rows = Mapping[str, np.ndarray]
+
+
+def rows_of(ids: Mapping[str, object], layout: Layout, clocks: Clocks) -> Rows:
+    """Returns the rows that ``append(ids=...)`` names, checked and sorted, by full table name."""
+    if clocks.windows:
+        raise OptionError(
+            "ids: expected none with optax.MultiSteps, which moves all gathered rows at the end of "
+            "a window; omit them: the stamps record which rows moved"
+        )
+    names = _meant.get(lambda: _tables_meant(ids, layout), layout, rest=tuple(ids))
+    found: dict[str, np.ndarray] = {}
+    for (given, indices), (name, count) in zip(ids.items(), names, strict=True):
+        rows = np.asarray(indices)
+        if rows.dtype.kind not in "iu" and rows.size:
+            raise OptionError(
+                f"ids[{given!r}]: expected integers, found dtype {rows.dtype}; pass row indices"
+            )
+        flat = rows.astype(np.int64, copy=False).reshape(-1)
+        # Without its sign a negative one is beyond all tables.
+        if flat.size and int(flat.view(np.uint64).max()) >= count:
+            raise OptionError(
+                f"ids[{given!r}]: expected rows from 0 to {count - 1}, found {rows.min()} to "
+                f"{rows.max()}; pass the indices that the training step looked up"
+            )
+        rows = _ascending(flat, count)
+        found[name] = rows if name not in found else np.union1d(found[name], rows)
+    return found
+
+
+#: Names and rows of the tables that the keys of ``ids`` mean.
+_meant: IdentityCache[tuple[tuple[str, int], ...]] = IdentityCache()
+
+
+def _tables_meant(given: Iterable[str], layout: Layout) -> tuple[tuple[str, int], ...]:
+    tables = {table.name: table.rows for table in layout.tables}
+    found = []
+    for one in given:
+        name = naming.meant(one, tables, OptionError)
+        if name not in tables:
+            raise OptionError(
+                f"ids[{one!r}]: expected one of {sorted(tables)}, found no such table"
+            )
+        found.append((name, tables[name]))
+    return tuple(found)
+
+
+def _ascending(indices: np.ndarray, rows: int) -> np.ndarray:
+    """Returns sorted unique row indices."""
+    if rows > _MOST_FLAGS * len(indices):
+        return row_blocks.distinct(indices)
+    # For 16,384 ids of 80,000 rows, 5 times as fast as sorting and 15 times as np.unique.
+    held = np.zeros(rows, bool)
+    held[indices] = True
+    return held.nonzero()[0]
+
 
 #: More arrays than this are merged: a small array takes more memory than its rows.
 _MOST_ARRAYS = 1024

@@ -11,25 +11,32 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from deltackpt.errors import OptionError
+from deltackpt.errors import OptionError, TrackingError, UnsupportedLeaf
 from deltackpt.events import AppendEvent
 from deltackpt.format import manifest, row_blocks
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.row_blocks import VALUES
+from deltackpt.format.row_blocks import VALUES, RowSet
 from deltackpt.format.wal_format import ITEM_BYTES, ITEMS, RecordHead, RecordItem, packed_values
 from deltackpt.policies import CodecChoice
 from deltackpt.resources.runtime import Reservation, Runtime
-from deltackpt.save.capture import BusyClock, StagedRows
+from deltackpt.save import dense_layout, pending_save
+from deltackpt.save.capture import BusyClock, SegmentSource, StagedRows
 from deltackpt.save.dense_save import DenseKeeper, DenseLeaves, WrittenDense
+from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows
 from deltackpt.save.shard import Plans, write_segments
+from deltackpt.session.run import Run
 from deltackpt.state import paths
+from deltackpt.state.tables import Split
+from deltackpt.state.touch_state import Marks, match_marks
 from deltackpt.storage import shard_writer
 from deltackpt.storage.shard_writer import SegmentSink
+from deltackpt.wal.named_rows import Rows
 from deltackpt.wal.segment_files import FilledRecord
 
 #: Consecutive full records that are relative to the previous one; the next one is whole.
@@ -47,7 +54,7 @@ class DenseRecords:
     def restart(self) -> None:
         """Makes the next full record whole, for a new file or after a batch was abandoned."""
         if self._keeper is not None and self._reference is not None:
-            self._keeper.references.failed(self._reference)
+            self._keeper.failed(self._reference)
         self._reference, self._count = None, 0
 
     def write(
@@ -69,7 +76,7 @@ class DenseRecords:
     def written(self, save_id: SaveId) -> None:
         """Releases the copies of earlier records: a record was written."""
         if self._keeper is not None and self._reference == save_id:
-            self._keeper.references.committed(save_id, save_id)
+            self._keeper.committed(save_id, save_id)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -81,7 +88,6 @@ class Batch:
     full: bool
     rows: StagedRows  # Copied, or being copied.
     layout: Layout
-    choices: Mapping[str, Mapping[str, CodecChoice]]  # Group and field to the codec of the WAL.
     plans: Plans  # The first codecs to try.
     dense: DenseLeaves | None  # Of a full record.
     items: Sequence[RecordedItem]
@@ -120,6 +126,101 @@ class Batch:
                     held = found.get(table.name)
                     found[table.name] = rows if held is None else np.union1d(held, rows)
         return found
+
+
+def segments_of(
+    split: Split,
+    marks: Sequence[Marks],
+    rows: Rows | None,  # Those that the caller names; None if the stamps determine them.
+    pending: Rows,
+    *,
+    since: Mapping[str, int],  # TouchState path to the clock after which rows are touched.
+    always: bool,  # Whether to include fields that are ``always`` written.
+    runtime: Runtime,
+) -> tuple[Sources, TouchedRows | None, list[SegmentSource]]:
+    """Returns what this process reads, the named and pending rows, and the rows of a record."""
+    layout = split.layout
+    sources = Sources(layout, split.fields, match_marks(marks, layout) if marks else {}, runtime)
+    if rows is not None:
+        named, nothing = virtual_rows(rows, layout), np.empty(0, np.int64)
+
+        def touched(group: str, held: RowSet) -> np.ndarray:
+            return held.intersect(named.get(group, nothing))
+
+        given = including(touched, pending, layout)
+        return sources, given, [*sources.segments(whole=False, touched=given, always=always)]
+    if not marks:
+        raise TrackingError(
+            "append: expected a TouchState or ids, found neither; pass append() the TouchState "
+            "that the training step returned, or the rows that it looked up"
+        )
+    sources.stamps.scan(since)
+    found = including(sources.stamps.touched, pending, layout)
+    return sources, None, [*sources.segments(whole=False, touched=found, always=always)]
+
+
+def capture(
+    save_id: SaveId,
+    parent: SaveId | None,
+    run: Run,
+    split: Split,
+    segments: Sequence[SegmentSource],
+    *,
+    full: bool,  # Whether to include dense leaves.
+    items: Sequence[RecordedItem],
+    runtime: Runtime,
+    references: DenseKeeper | None,  # Of the dense leaves; None if they are stored in full.
+    reservation: Reservation,
+    started: float,  # When ``append()`` was called, of ``time.perf_counter()``.
+) -> Batch:
+    """Copies rows and dense leaves, consistent with each other."""
+    choices = split.codecs
+    if run.options.wal is not None and run.options.wal.codec is not None:
+        chosen = CodecChoice.from_option(run.options.wal.codec)
+        choices = {
+            group: {name: chosen if name == VALUES else one for name, one in fields.items()}
+            for group, fields in choices.items()
+        }
+    plans = pending_save.planned(choices, "delta", run.lineage.restores)
+    rows = StagedRows(segments, plans, runtime)
+    leaves: DenseLeaves | None = None
+    try:
+        if full and split.layout.dense:
+            leaves = _dense(split, run.coordinator.index, runtime, references)
+        rows.wait()
+    except BaseException:
+        rows.release()
+        if leaves is not None:
+            leaves.release()
+        raise
+    return Batch(
+        save_id=save_id,
+        parent=parent,
+        full=full,
+        rows=rows,
+        layout=split.layout,
+        plans=plans,
+        dense=leaves,
+        items=items,
+        reservation=reservation,
+        unix_ns=time.time_ns(),
+        started=started,
+    )
+
+
+def _dense(
+    split: Split, process: int, runtime: Runtime, references: DenseKeeper | None
+) -> DenseLeaves:
+    leaves = dense_layout.storable(split.dense)
+    try:
+        if references is not None:
+            return references.capture(leaves, split.layout.dense, process)
+        return DenseLeaves.capture(leaves, process, runtime)
+    except UnsupportedLeaf as error:
+        raise OptionError(
+            f"append: expected dense leaves that a WAL record can contain, found that {error}; "
+            'append only soft records, with WalOptions(dense="soft"), and save() steps'
+        ) from error
 
 
 class RecordedItem(NamedTuple):
@@ -173,14 +274,7 @@ def write_record(
     """Writes a batch, whose rows are in host memory; returns the record and its dense bytes."""
     # Most records are written before another thread would begin.
     segments = write_segments(
-        batch.rows,
-        sink_of,
-        batch.layout,
-        batch.choices,
-        batch.plans,
-        runtime,
-        BusyClock(),
-        threads=1,
+        batch.rows, sink_of, batch.layout, batch.plans, runtime, BusyClock(), threads=1
     )
     leaves, against = None, None
     if batch.dense is not None:

@@ -44,11 +44,10 @@ from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import store_path
-from deltackpt.wal import batch_capture, kafka_writer
+from deltackpt.wal import kafka_writer, record_batch
 from deltackpt.wal.audit import Audit
-from deltackpt.wal.batch_capture import Rows
 from deltackpt.wal.epoch import OpenEpoch, head_of, local_directory, write_head
-from deltackpt.wal.named_rows import NamedRows, UncheckedRows
+from deltackpt.wal.named_rows import NamedRows, Rows, UncheckedRows, rows_of
 from deltackpt.wal.record_batch import RecordedItem, items_of
 from deltackpt.wal.save_requests import SaveRequests
 from deltackpt.wal.writer import WalFailure, WalWriter
@@ -79,18 +78,13 @@ class _Continuation:
         Replicas may hold rows of it that no later record or delta has. All processes get the same
         result, also one that has no record of that call.
         """
-        return self.called is not None and _is_older(clocks, self.called)
+        return self.called is not None and clocks.is_older_than(self.called)
 
     def discontinuity(self, clocks: Clocks) -> str | None:
         """Returns why no record may follow with these clocks; see ``save.branch.discontinuity``."""
-        if _is_older(clocks, self.saved):
+        if clocks.is_older_than(self.saved):
             return "the TouchState is older than that of the last save"
         return discontinuity(clocks, self.last)
-
-
-def _is_older(clocks: Clocks, earlier: Clocks) -> bool:
-    seen = clocks_seen(clocks, earlier)
-    return any(one.clock < seen.get(one.place, 0) for one in clocks.readings)
 
 
 class Recorder(WalHooks):
@@ -194,7 +188,7 @@ class Recorder(WalHooks):
             if ids is not None and self._run.tracking.tracker is None:
                 # Fingerprints name every row; the ids might omit some.
                 try:
-                    rows = batch_capture.rows_of(ids, split.layout, clocks)
+                    rows = rows_of(ids, split.layout, clocks)
                     is_named = not marks
                 except Exception as error:
                     invalid = error  # Perhaps only here: all processes first begin the epoch.
@@ -281,7 +275,7 @@ class Recorder(WalHooks):
         if self._run.lineage.run != self._of_run or self._named_until != self._calls - 1:
             return
         with contextlib.suppress(Exception):  # The caller raises its own error.
-            self._requeue(batch_capture.rows_of(ids, chain.last.layout, chain.last.clocks))
+            self._requeue(rows_of(ids, chain.last.layout, chain.last.clocks))
             self._named_until = self._calls
 
     def _requeue(self, rows: Rows) -> None:
@@ -314,7 +308,7 @@ class Recorder(WalHooks):
         memory, batch = self._runtime.memory, None
         reservation = Reservation(memory)
         try:
-            sources, given, segments = batch_capture.segments_of(
+            sources, given, segments = record_batch.segments_of(
                 split, marks, rows, pending, since=since, always=full, runtime=self._runtime
             )
             nbytes = sum(one.nbytes for one in segments)
@@ -335,7 +329,7 @@ class Recorder(WalHooks):
             found = self._audit.compare(sources, given, clocks=clocks, since=since, settled=moved)
             if found is not None:
                 raise _Unmarked(found)
-            batch = batch_capture.capture(
+            batch = record_batch.capture(
                 SaveId(epoch.head.run, step, number),
                 chain.root,
                 self._run,
@@ -752,16 +746,19 @@ class Recorder(WalHooks):
 
     def _counts(self, head: EpochHeader) -> bool:
         """Returns whether an epoch's records still count and no other run has followed."""
-        headers = WalReader(store_path(self._run.local.wal_dir))
-        numbers, heads = headers.numbers()[:1], list[EpochHeader]()
-        with contextlib.suppress(Damaged):  # Epochs that one continues from may be trimmed.
-            for number in numbers:  # Grows by the epochs that it continues from.
-                heads.append(headers.head(number))
-                if (fork := heads[-1].continues) is not None:
-                    numbers.append(fork.epoch)
-        if not heads:
-            return bool(numbers)  # The newest header, which cannot be read, may be this one.
-        return head in heads and heads[0].run == head.run
+        headers, newest = WalReader(store_path(self._run.local.wal_dir)), None
+        number = next(iter(headers.numbers()), None)
+        while number is not None:
+            try:
+                found = headers.head(number)
+            except Damaged:
+                # The newest header may be this one; earlier epochs may be trimmed.
+                return newest is None
+            newest = newest or found
+            if found == head:
+                return newest.run == head.run
+            number = None if found.continues is None else found.continues.epoch
+        return False
 
     def _follow_run(self) -> None:
         """Restarts if a restore has begun another run."""

@@ -121,12 +121,14 @@ def test_touched_rows_on_the_device_are_those_on_the_host(device, count):
     stamps = np.zeros(5000, np.int32)
     stamps[np.random.default_rng(count).choice(5000, count, replace=False)] = 3
     spans = [(0, 1000), (1500, 5000)]
-    expected = selection.touched_rows(stamps, [((0, 5000), stamps)], 2, 7, spans)
-    there = jax.device_put(stamps, device)
-    found = selection.touched_rows(there, [((0, 5000), there)], 2, 7, spans)
     rows = np.flatnonzero(stamps)
-    assert expected.tolist() == [row + 7 for row in rows if not 1000 <= row < 1500]
-    np.testing.assert_array_equal(found, expected)
+    expected = [row + 7 for row in rows if not 1000 <= row < 1500]
+    for data in (stamps, jax.device_put(stamps, device)):
+        on_host = data is stamps
+        bounds, firsts = np.array([[7, 5007]]), np.array([7])
+        source = capture.FieldSource((0, 1), (), stamps.dtype, on_host, bounds, firsts, [data])
+        found = [selection.touched_rows(source, 2, start + 7, stop + 7) for start, stop in spans]
+        assert np.concatenate(found).tolist() == expected
 
 
 @pytest.mark.parametrize("codec", ["raw", *LOSSY])
