@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-# An installed package has bytecode. Without it, each process would compile the package, which costs
-# a restore 0.1 s.
+# An installed package has bytecode. Without it, each process would compile the package, which adds
+# 0.1 s to a restore.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 #: A process that takes longer to start, or to reach the others, has failed.
 START_SECS = 120

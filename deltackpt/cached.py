@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 _T = TypeVar("_T")
-#: Reentrant, as a collection may run any ``__del__``.
+#: Reentrant: a collection may run a ``__del__`` that reads a cached property.
 _lock = threading.RLock()
 
 if TYPE_CHECKING or sys.version_info >= (3, 12):
@@ -19,10 +19,10 @@ else:
     class cached_property(functools.cached_property[_T]):
         """A ``functools.cached_property`` that creates an object's dict in one thread at a time.
 
-        CPython 3.11 creates the dict when it is first used, and may collect garbage before it
-        stores it. If another thread runs meanwhile, as in the callback that jax adds to
-        ``gc.callbacks``, and uses the dict, too, there are two with the same memory. It is freed
-        with the object, and a later collection reads it: a segmentation fault.
+        CPython 3.11 creates the dict on first use, and may collect garbage before it stores the
+        dict. During the collection, for example in jax's callback in ``gc.callbacks``, another
+        thread may use the dict. The object then gets two dicts that share memory. That memory is
+        freed with the object, and a later collection that reads it crashes the process.
         """
 
         def __get__(self, instance: object, owner: type | None = None) -> Any:

@@ -269,11 +269,11 @@ class Coordinator:
             self._send(topic, self._failure(error))
 
     def decide(self, key: str, what: str) -> None:
-        """Decides to do ``what``, unless a process prevented it before: raises its failure."""
+        """Decides to do ``what``; if a process has prevented it, raises that process's failure."""
         self._checked(self.put_first(key, _DONE), what)
 
     def prevent(self, key: str, error: BaseException) -> bool:
-        """Prevents a later ``decide`` of the key; returns False if it may be too late for that."""
+        """Prevents a later ``decide`` of the key; returns False if it may be too late."""
         with contextlib.suppress(StorageError):
             return self.put_first(key, self._failure(error)).startswith(_FAILED)
         return False
@@ -381,9 +381,9 @@ class Coordinator:
     def gather(self, what: str, value: _Json) -> list[_Json]:
         """Returns the JSON value of each process, by process; the same on every process.
 
-        A tuple may arrive as a list. ``what`` is the operation, for errors. Raises ``Disagreement``
-        on process 0 if the processes make different calls, and ``ProcessFailed`` on the others,
-        also if process 0 could not gather the values.
+        A tuple may arrive as a list. ``what`` names the operation, in errors too, and must be equal
+        on all processes. If it is not, process 0 raises ``Disagreement``. Whenever process 0 cannot
+        gather the values, the others raise ``ProcessFailed``.
         """
         if self.count == 1:
             return [value]

@@ -96,7 +96,7 @@ class ProcessFailed(DeltackptError):
 
 
 class Disagreement(DeltackptError):
-    """Processes made different calls, or saved different states; nothing was committed."""
+    """Processes made different calls or saved different states; nothing was committed."""
 
     leaves_doubt = True
 

@@ -90,7 +90,7 @@ def _as_numpy(arrays: Sequence[object]) -> list[np.ndarray]:
     return [*map(np.asarray, arrays)]
 
 
-#: The buffer of a jax array takes half the time of ``np.asarray``, but some dtypes have none.
+#: Using the buffer of a jax array takes half as long as ``np.asarray``; some dtypes have none.
 _LISTS: tuple[Callable[[Sequence[object]], Sequence[object]], ...] = (list, _as_numpy)
 
 
@@ -101,7 +101,7 @@ def gather(
     rows: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Copies rows (n,) of numpy or jax arrays into ``out``, contiguous, of their dtype.
+    """Copies rows (n,) of numpy or jax arrays into ``out``, a contiguous array of their dtype.
 
     ``rows`` up to the first of the ``stops`` are those of the first source, and so on; each of the
     ``firsts`` is the index of the first row of a source. ``out`` does not overlap the sources. A
@@ -112,7 +112,7 @@ def gather(
     if _used is not None and _plain(out):
         rows = np.ascontiguousarray(rows, np.int64)
         for list_of in _LISTS:
-            with contextlib.suppress(BufferError):  # Otherwise, a source is not contiguous.
+            with contextlib.suppress(BufferError):  # Not contiguous, or a dtype without buffers.
                 _used.gather(list_of(sources), out.itemsize, out[0].size, firsts, stops, rows, out)
                 return
     sources = _as_numpy(sources)
@@ -130,7 +130,7 @@ def gather(
 def scan(stamps: Sequence[Sized], clock: int, first: int = 0) -> np.ndarray:
     """Returns the int64 indices of the int32 stamps above a clock, ascending.
 
-    The arrays, of numpy or jax, lie end to end; ``first`` is the index of the first stamp.
+    The numpy or jax arrays count as one; ``first`` is the index of the first stamp.
     """
     count = sum(map(len, stamps))
     if not count:
@@ -147,7 +147,7 @@ def scan(stamps: Sequence[Sized], clock: int, first: int = 0) -> np.ndarray:
         # Pages that are never written take no memory.
         found = np.empty(count, np.int64)
         for list_of in _LISTS:
-            with contextlib.suppress(BufferError):  # Otherwise, an array is not contiguous.
+            with contextlib.suppress(BufferError):  # Not contiguous, or a dtype without buffers.
                 found.resize(_used.scan(list_of(stamps), clock, first, found), refcheck=False)
                 return found
     return (np.concatenate(_as_numpy(stamps)) > clock).nonzero()[0] + np.int64(first)

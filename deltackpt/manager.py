@@ -380,7 +380,7 @@ class CheckpointManager:
 
         Raises:
           TrackingError: rows changed without being marked; the message lists every such table and
-            its rows. The next save is a base.
+            its rows. The next save is a base; with several processes, their next delta fails first.
           OptionError: the manager uses fingerprints, which check every row at each save.
         """
         with self._use():

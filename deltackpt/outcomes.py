@@ -150,7 +150,8 @@ class ReadRows:
 
     Attributes:
       step: the training step.
-      tables: table path to ``"values"`` and ``"slot.<name>"`` to the requested rows, on the host.
+      tables: by table path, the requested rows of ``"values"`` and each ``"slot.<name>"``, on the
+        host.
       chain: the steps that were read, base first.
       bytes_read: bytes of tables and slots that were read.
       seconds: wall time in seconds.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills a compaction at each call: the directory is copied as a kill would leave it."""
+"""Simulates a kill of a compaction at each I/O call: copies the directory as it would remain."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Killed(NamedTuple):
 def killed_anywhere(root: Path, read: Callable[[Path, int], object], *, every: int = 1) -> Killed:
     """Kills a compaction of step 3, the parent of step 4, at each ``every``-th call.
 
-    The files of the steps are unchanged, the steps are read as before, through the compacted base
-    if there is one, and the next compaction succeeds and leaves nothing.
+    After each, the files of the steps are unchanged, the steps are read as before, through the
+    compacted base if there is one, and the next compaction succeeds and leaves no leftovers.
     """
     shown, files = _shown(root, read), _of_steps(root)
     calls, published, problems = 0, list[bool](), list[BaseException]()

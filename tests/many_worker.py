@@ -592,14 +592,14 @@ class Worker:
             if action == "hold":
                 _await(Path(self._task["release"]))
             else:
-                # Sent to this thread, which would run on until another one received the signal.
+                # To this thread: if another one received the signal, this one would run on.
                 number = signal.SIGKILL if action == "kill" else signal.SIGSTOP
                 signal.pthread_kill(threading.get_ident(), number)
 
         POINTS[at](reached)
 
     def fault(self, at: str, number: int | None = 28) -> None:
-        """Raises one OSError at a point of a save or a restore; None for a KeyboardInterrupt."""
+        """Raises an OSError once at a point of a save or restore; None: a KeyboardInterrupt."""
         left = iter([True])
 
         def reached() -> None:

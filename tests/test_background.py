@@ -274,7 +274,7 @@ def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(t
 
 
 def test_a_report_under_another_claim_does_not_count(tmp_path):
-    """The uploader of the earlier trainer may still write one."""
+    """The uploader of the earlier trainer may still write its report."""
     stage = StagingDir(tmp_path / "stage")
     stage.make()
     reported = TierProgress(holder="earlier", saves=("run.1.1",), uploads=3, fenced="replaced")

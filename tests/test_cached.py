@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties that are computed once, of objects that threads share."""
+"""Cached properties of objects that threads share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from deltackpt.cached import cached_property
 
-#: Two dicts of one object crash the process once it is freed.
+#: Keeps the objects alive: freeing one with two dicts would crash the process.
 KEPT: list[Any] = []
 
 
@@ -41,7 +41,7 @@ def test_a_thread_that_runs_during_a_collection_gets_the_same_dict(later):
 
     limits = gc.get_threshold()
     gc.disable()
-    # Python then keeps no memory of freed dicts for others, so one more may start a collection.
+    # Empties CPython's free list of dicts, so that creating a dict may start a collection.
     KEPT.append([{} for _ in range(100)])
     gc.callbacks.append(during)
     gc.set_threshold(gc.get_count()[0] + later, 1000, 1000)

@@ -682,7 +682,7 @@ def test_jax_aborts_the_survivors_if_process_0_dies_with_the_coordinator(server,
 
 
 def stall_in_a_save(job: Job, root: Path, stalled: int, at: str) -> Answer:
-    """Stops a process in the save of step 1 until the other misses it; returns its own answer."""
+    """Stops a process in the save of step 1 until the other misses it; returns its answer."""
     started(job, root, PLACE)
     saved(job, 0)
     job.all("train", to=1)

@@ -213,7 +213,7 @@ def test_a_small_layer_is_read_with_one_request(tmp_path, monkeypatch):
     assert np.array_equal(found, states[-1])
     layers = [key for key in requests if key.endswith(naming.layer_name(0))]
     assert sorted(layers) == [f"{step}/embeddings/layer.0" for step in (1, 2)]
-    # Its footer is known now, and thereby whether any row of it is wanted.
+    # The footers are cached now, and show which layers have wanted rows.
     requests.clear()
     wanted = {"t": {"values": [Box((1, 3), (0, WIDTH))]}}
     reader.restore_tables(chain, wanted=wanted)

@@ -421,7 +421,7 @@ def test_a_save_that_is_replaced_while_ids_are_read_is_not_damage(tmp_path):
 
 
 def test_a_base_that_retention_is_removing_is_not_damage(tmp_path, monkeypatch):
-    """Its item is already renamed, but its folder still exists."""
+    """The base's item is already renamed, but its folder still exists."""
     write_chain(tmp_path, 2)
     run_compaction(tmp_path, 1)
     real = inventory.read_inventory

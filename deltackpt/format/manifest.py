@@ -388,11 +388,11 @@ def _check(record: Manifest) -> None:
             raise error.within(f"segments[{number}]") from None
     with records.within("files"):
         records.check_files(record.files)
-    if (held := record.dense_blocks) is not None:
-        # Records of whole leaves are equal in all saves, and then share their fields.
+    if (dense := record.dense_blocks) is not None:
+        # Equal records share their fields, and those of whole leaves are equal in all saves.
         with records.within("dense_blocks"):
             _sound.get(
-                lambda: row_blocks.check(held), held.values, held.segments, rest=held.complete
+                lambda: row_blocks.check(dense), dense.values, dense.segments, rest=dense.complete
             )
 
 

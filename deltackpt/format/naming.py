@@ -72,7 +72,7 @@ _STEP_FILES = (STEP_DIGESTS, STEP_METADATA, COMMIT_SUCCESS)
 TEMPORARY = ".orbax-checkpoint-tmp"
 #: Moved-aside steps of a rolled-back run, beside the steps.
 ROLLED_BACK = "rolled-back"
-#: Start of the names of what is being deleted: it is renamed first.
+#: Prefix of the names that steps and bases get before they are deleted.
 REMOVED = f"0{TEMPORARY}-removed-"
 #: Compacted bases, next to the steps that they replace.
 COMPACTED = "compacted"

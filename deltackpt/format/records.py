@@ -43,7 +43,7 @@ _PATH_CHARACTERS = 4096
 _MOST_FOLDERS = 100
 #: Length of ``Digest.tail``: the last bytes of a file, stored unhashed.
 TAIL_BYTES = 4
-#: Values of shared fields that are kept: those of a few layouts, and two of each process of a job.
+#: Most cached values of shared fields: those of a few layouts, and two of each process of a job.
 KEPT_FIELDS = 64
 _NIL = b"\xc0"
 _MSGPACK_ERRORS = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
@@ -443,7 +443,7 @@ def _each(makers: tuple[Callable[[object], object], ...], value: object) -> tupl
 def _plain(
     kinds: frozenset[type], count: int | None, otherwise: Callable[[object], object], value: object
 ) -> object:
-    """Checks lists of plain values at once, the most common ones; ``otherwise`` reports errors."""
+    """Checks a list of plain values, the most common kind; ``otherwise`` reports errors."""
     if type(value) is list and count in (None, len(value)) and kinds.issuperset(map(type, value)):
         if kinds is not _INT or min(value, default=0) >= 0:
             return tuple(value)
@@ -466,7 +466,7 @@ def _by_name(make: Callable[[object], object], value: object) -> dict[str, objec
 
 
 _INT = frozenset({int})
-#: The types of plain values that lists may hold.
+#: The types of values that are accepted in a list of a plain type.
 _PLAIN_KINDS = {int: _INT, float: frozenset({float, int}), str: frozenset({str})}
 _PLAIN: dict[object, Callable[[object], object]] = {
     int: _number,
@@ -496,8 +496,8 @@ def require(holds: bool, expected: str, found: object, place: str = "") -> None:
 
 
 def is_name(*names: str) -> bool:
-    """Returns whether strings are single path components, so that none can leave its save."""
-    # Each save names up to 64 parents. The cache holds no long strings.
+    """Returns whether each string is a single path component, so that it cannot leave its save."""
+    # Cached, since each save names up to 64 parents; the cache must not keep long strings.
     return max(map(len, names), default=0) <= _NAME_BYTES and all(map(_is_name, names))
 
 

@@ -57,7 +57,7 @@ def export_orbax(
     Needs host memory for three copies of the state (measured), two of them in Orbax.
 
     Args:
-      directory: the checkpoint directory: a path, or a bucket URL.
+      directory: path or bucket URL of the checkpoint directory.
       step: the step; None for the newest.
       target: the new directory; it appears complete or not at all.
       item: name of the deltackpt item in the steps; detected by default.

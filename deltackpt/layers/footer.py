@@ -290,7 +290,7 @@ def manifest_of(trailer: Trailer, data: bytes | memoryview, name: str) -> LayerM
 
 
 def starts_of(manifest: LayerManifest, footer: int, name: str) -> dict[int, int]:
-    """Returns the offset of each chunk to where the padding before it begins.
+    """Returns a map from the offset of each chunk to that of the padding before it.
 
     Raises Damaged if they do not cover every byte between header and footer exactly once.
     """

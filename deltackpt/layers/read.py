@@ -90,10 +90,10 @@ class LayerReader:
 
         ``start`` and ``nbytes`` are the layer's in the source: stores without suffix ranges cannot
         find its end. ``digest`` is the expected one, if known; ``name`` is the layer's in errors.
-        ``at_once`` reads the whole layer with one range; chunks are verified as before.
+        ``at_once`` reads the whole layer with one range; each chunk is still verified.
         """
         self._source, self.start, self.nbytes = source, start, nbytes
-        #: Whether the layer is read as a whole, and its bytes from then on.
+        #: Whether the layer is read as a whole, and its bytes once it was.
         self._at_once = at_once
         self._loaded: np.ndarray | None = None
         self._verified: set[Chunk] = set()
@@ -108,13 +108,14 @@ class LayerReader:
         for array in self.manifest.arrays:
             self._arrays[array.row_group][array.name] = array
         self._starts = footer.starts_of(self.manifest, trailer.footer, self._name)
-        #: Those of the arrays that were read.
+        #: Chunks of the arrays read so far, by row group and name.
         self._chunks: dict[tuple[str, str], list[Chunk]] = {}
 
     def at(self, source: ByteSource | None = None, *, at_once: bool = False) -> LayerReader:
-        """Returns the same layer, whose chunks are read again, or from a source of the same bytes.
+        """Returns the same layer, which reads and verifies its chunks again.
 
-        ``at_once`` reads all of them when the first one is needed.
+        It reads them from ``source``, if given, which has the same bytes. ``at_once`` reads the
+        whole layer when the first chunk is needed.
         """
         found = copy.copy(self)
         found._source = self._source if source is None else source
@@ -258,7 +259,7 @@ class LayerReader:
         return StoredRows(rows, start)
 
     def _batches(self, array: LayerArray, first: int, last: int) -> Iterator[_Batch]:
-        """Chunks by their numbers, inclusive, in batches that are read at once."""
+        """Yields chunks ``first`` to ``last`` with their numbers, in batches to read at once."""
         batch, nbytes = [], 0
         for number, chunk in enumerate(self.chunks_of(array)[first : last + 1], first):
             batch.append((number, chunk))

@@ -296,12 +296,12 @@ class Root(Steps):
                         self._known.pop(str(step), None)  # Its number may be used again.
 
     def discard(self, committed: Path, *, fsync: bool = True) -> None:
-        """Renames what is to be removed; ``remove_discarded`` deletes it. Needs no room."""
+        """Renames a step or base, which ``remove_discarded`` deletes; works on a full disk."""
         renamed = self.path / f"{naming.REMOVED}{uuid.uuid4().hex}"
         DurableDir(self.path, fsync=fsync).publish(committed, renamed)
 
     def remove_discarded(self) -> None:
-        """Deletes what was renamed; fsyncs that first, so a power cut leaves no step in part."""
+        """Deletes what was renamed; fsyncs first, so that a power cut leaves no partial step."""
         if discarded := self._discarded():
             with posix.typed_errors(self.path, "force to disk"):
                 fsync_path(self.path)
@@ -309,7 +309,7 @@ class Root(Steps):
             self._dir.remove(path)
 
     def _discarded(self) -> list[Path]:
-        # None if the directory was moved or removed.
+        # Empty if the directory was moved or removed.
         found = self._dir.entries(self.path)
         return [path for path in found if path.name.startswith(naming.REMOVED)]
 

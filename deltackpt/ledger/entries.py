@@ -107,12 +107,12 @@ class CatalogEntry:
 
     @property
     def save_id(self) -> SaveId:
-        """Its save."""
+        """Id of the save."""
         return self.info.save_id
 
     @property
     def step(self) -> int:
-        """Its step."""
+        """The training step."""
         return self.info.save_id.step
 
     @property

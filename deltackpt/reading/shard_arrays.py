@@ -160,7 +160,7 @@ class LayerArrays:
             if "layer" in vars(self):
                 return self.layer.at(at_once=at_once)
             found = self._opened(at_once=at_once)
-            self.layer = found.at()  # Its footer is known from now on; its bytes are freed.
+            self.layer = found.at()  # Keeps the footer, but not the bytes.
             return found
 
         return LayerArrays(opened, name=self._name, file=self._file, nbytes=self.nbytes)

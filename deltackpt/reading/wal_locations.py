@@ -28,7 +28,7 @@ NBYTES = _RECORD.size
 class DurableRecord(NamedTuple):
     """The newest durable record: the number of its ``append()`` call, 0 for none, and its step.
 
-    The process has a record of each call from ``since`` on, but may lack some of earlier calls.
+    From call ``since`` on, the process has a record of each call; it may lack earlier records.
     """
 
     number: int

@@ -7,9 +7,9 @@ it reports that they are written. A step that was interrupted before the rename 
 Each process writes its shard, the other items and the digests of their files, and reports to
 process 0. That reads the manifests, checks that all describe the same save, writes its own with an
 index of all shards, commits, and reports that to all. A process that fails reports its error
-instead, which prevents the commit. So does one that gives up waiting for the commit, unless process
-0 has decided on it: the first of the two to store a value under one key wins. After that decision
-nothing remains but the rename.
+instead, which prevents the commit. A process that gives up waiting prevents it, too, unless process
+0 has already decided to commit: of the two, the first to store a value under one key wins. After
+the decision, only the rename remains.
 
 If the processes do not share a file system, each writes to a directory on its own node. With its
 reports, it sends its manifest, its digests and the nodes of the OCDBT databases of dense leaves.
@@ -127,12 +127,12 @@ class StepWriters:
             self.coordinator.send_failure(f"{self.prefix}/{phase}", error)
 
     def decide(self) -> None:
-        """Decides as process 0 to commit; raises the error of a process that has given up."""
+        """Records process 0's decision to commit; raises the error of a process that gave up."""
         if self.count > 1:
             self.coordinator.decide(f"{self.prefix}/decision", self._step)
 
     def give_up(self, error: BaseException) -> bool:
-        """Prevents the commit; returns False if process 0 may have decided on it already."""
+        """Prevents the commit; returns False if process 0 may already have decided to commit."""
         return self.coordinator.prevent(f"{self.prefix}/decision", error)
 
     def expire(self) -> None:
@@ -313,7 +313,7 @@ def _write(step: StepTransaction, batch: FileBatch) -> Committed:
             # Process 0, which runs the coordination service, may have died between the commit and
             # its report.
             if temporary.exists() or not step.final.is_dir():
-                error.add_note("The step may be committed nevertheless.")
+                error.add_note("The step may nevertheless be committed.")
                 raise
         if writers.shared_fs:
             # Opening the directory refreshes the cache of a network file system.

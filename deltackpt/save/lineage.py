@@ -200,7 +200,7 @@ class Lineage:
         A delta may still become a base, if the tracking audit fails or nearly all rows are touched.
         """
         with self._polled() as branch:
-            branch = self._left(clocks) or branch
+            branch = self._resumable(clocks) or branch
             parent, reason = self._decide(branch, clocks, layout, False, None)
             if parent is None:
                 return Decision(kind="base", parent=None, reason=reason)
@@ -322,7 +322,7 @@ class Lineage:
         memory; ``restored`` is reset, unless there was a save since.
         """
         with self._polled():
-            former = self._left(clocks)
+            former = self._resumable(clocks)
             if former is None:
                 return False
             self._former.remove(former)
@@ -332,8 +332,8 @@ class Lineage:
             self._forget_deleted(former)
             return True
 
-    def _left(self, clocks: Clocks) -> Branch | None:
-        """Returns the branch to which ``go_back`` returns, or None."""
+    def _resumable(self, clocks: Clocks) -> Branch | None:
+        """Returns the former branch that ``go_back`` would resume, or None."""
         if not clocks.readings or self._branch.knows(clocks):
             return None
         return next((one for one in reversed(self._former) if one.knows(clocks)), None)

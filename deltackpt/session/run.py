@@ -266,7 +266,7 @@ def _require_shared_log(options: WalOptions | None) -> None:
 
 
 def _shared_options(options: ManagerOptions) -> dict[str, str]:
-    """Returns the options that decide which calls and files the processes make together."""
+    """Returns the options that must be equal on all processes: they share calls and files."""
     wal = options.wal
     return {
         "access": options.access,
@@ -319,7 +319,7 @@ def _coordinator(directory: str | os.PathLike[str], options: ManagerOptions) -> 
 
 
 def opening(directory: str | os.PathLike[str]) -> str:
-    """Returns the operation of a manager's constructor, the same on every process."""
+    """Names the constructor of a manager in errors; must be equal on all processes."""
     return f"{os.fspath(directory)}: opening it"
 
 
@@ -547,7 +547,7 @@ class Run:
             self.lineage.distrust(HASHED)
 
     def suspect(self, found: str) -> None:
-        """Makes the next save a base; with several processes, once a delta of all has failed."""
+        """Makes the next save a base; with several processes, their next delta fails first."""
         if self.coordinator.count == 1:
             self.lineage.distrust(found)
         else:
@@ -567,7 +567,7 @@ class Run:
     ) -> bool:
         """Returns whether a state and its TouchState are the restored ones, on every process.
 
-        ``differs`` if something else was not restored.
+        ``differs`` is whether this process has another reason to save.
         """
         if self.restored_state is None or self.restored_state[0] != self.position:
             return False  # Training keeps a state that it had before the last restore.

@@ -42,7 +42,7 @@ class SaveArguments:
 
     @property
     def save_unchanged(self) -> bool:
-        """Returns whether a save is needed even if the state is the restored one."""
+        """Whether the arguments require a save even if the state is the restored one."""
         others = self.items, self.metrics, self.custom_metadata, self.ids
         return self.force_base or any(others)
 

@@ -228,7 +228,7 @@ class Saver:
             return False
         if run.newest is not None and run.newest > step:
             return False  # Training went back: without a save a restart would find the later steps.
-        # Other processes may have other arguments, such as metrics.
+        # All processes compare, even if only one has arguments, such as metrics, that differ.
         differs = not run.lineage.parent_has(split.layout) or arguments.save_unchanged
         touched = run.tracking.touch_state(split, arguments.touched)
         return run.is_restored(split, touched, differs=differs)

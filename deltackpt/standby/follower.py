@@ -600,7 +600,7 @@ def _different(block: RowBlock, targets: Iterable[Target]) -> list[RowBlock]:
         old = target.buffer[first - target.rows[0] : stop - target.rows[0]]
         if len(old) != len(rows):
             old = old[np.asarray(rows) - first]
-        # One column may be an axis that the rows do not have.
+        # Rows with one column may have no column axis.
         if target.columns is not None and target.columns != columns:
             low, high = columns = row_blocks.common(target.columns, block.columns)
             new = new[:, low - block.columns[0] : high - block.columns[0]]

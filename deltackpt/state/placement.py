@@ -116,7 +116,7 @@ def sharding_of(leaf: object) -> Sharding | None:
 
 
 def process_span(sharding: Sharding) -> int:
-    """Returns the number of processes with devices of a sharding; the same on every process."""
+    """Returns how many processes have devices of a sharding; equal on all processes."""
     return len({*map(coordination.process_of, sharding.device_set)})
 
 

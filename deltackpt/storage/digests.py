@@ -204,7 +204,7 @@ class Digest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """The record of digests, as stored."""
+    """Digests, as stored."""
 
     files: dict[str, tuple[int, int, int]]
     blocks: dict[str, bytes] = dataclasses.field(default_factory=dict)
@@ -223,7 +223,7 @@ def digest_tree(
 
 
 def without_blocks(found: Mapping[str, Digest]) -> dict[str, tuple[int, int, int]]:
-    """Returns digests as ``Files``."""
+    """Returns the lengths, checksums and tails of digests, as ``Files``."""
     return {name: digest[:3] for name, digest in found.items()}
 
 

@@ -126,7 +126,7 @@ class Tier(Protocol):
         ...
 
     def open(self, ref: BundleRef) -> Reader:
-        """Returns a bundle for reading; Damaged or StorageError if it is not readable."""
+        """Returns a reader of a bundle; raises Damaged or StorageError if it is not readable."""
         ...
 
     def put(self, bundle: Bundle) -> None:

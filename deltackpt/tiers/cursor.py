@@ -25,8 +25,8 @@ from deltackpt.tiers.staging import StagingDir, TierName, TierProgress, key_of
 
 _logger = logging.getLogger(__name__)
 
-#: Bytes that a trainer writes to the pipe: there is a save; a caller is waiting, until the next
-#: save; orders or something else has changed.
+#: Bytes that a trainer writes to the pipe: there is a save; a caller waits, until the next save;
+#: orders or something else have changed.
 WAKE, HURRY, LOOK = b".", b"!", b"?"
 #: Seconds after which an idle cursor looks again: WAL records arrive without a wake-up.
 IDLE_SECS = 5.0

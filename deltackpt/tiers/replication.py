@@ -256,7 +256,7 @@ class ReplicationClient:
                 self.start()
 
     def _write_orders(self) -> None:
-        """Writes the orders again if that has failed."""
+        """Writes the orders again if the last write failed."""
         with self._ordering:
             if not self._is_written:
                 self._order()
@@ -450,7 +450,7 @@ class ReplicationClient:
         return found
 
     def oldest_needed(self) -> SaveId | None:
-        """Returns the uploaded save onto which a new node may replay the WAL, if reported."""
+        """Returns the oldest uploaded save onto which a new node may replay the WAL, if known."""
         self.progress()
         return oldest_needed(self.journal.known)
 
@@ -463,7 +463,7 @@ class ReplicationClient:
 
     def lag(self, tier: TierName = "remote") -> dict[int, int]:
         """Returns the staged steps that have reached neither a tier nor a later one, with bytes."""
-        self.progress()  # Adopts what is uploaded, and has thereby reached every tier.
+        self.progress()  # Adopts what is uploaded: it counts as having reached every tier.
         progress, found = self.progress(tier), dict[int, int]()
         before, sizes = self._sizes, dict[str, int]()
         for step, info in self.local.saves().items():

@@ -251,11 +251,11 @@ class TierProgress:
     #: The newest remote journal entry that it has seen, which the trainer then need not fetch.
     entry: Entry = dataclasses.field(default_factory=Entry)
     uploads: int = 0  # number of uploads of this holder
-    recent: tuple[UploadEvent, ...] = ()  # the newest ones, without what still waits
+    recent: tuple[UploadEvent, ...] = ()  # the newest ones, without ``waiting``
     fenced: str | None = None  # message about the trainer that took the remote directory
 
     def lacks(self, step: int, save_id: SaveId | None, remote: State) -> bool:
-        """Returns whether a staged save has reached neither the tier nor ``remote``, but may.
+        """Returns whether a staged save has reached neither the tier nor ``remote``, but still may.
 
         ``remote`` must not be older than the progress of the upload. If the save's manifest is
         unreadable, it has no ``save_id`` here, and only the step counts.
@@ -378,7 +378,7 @@ def _orders_from(data: bytes, name: str) -> Orders:
 
 @functools.lru_cache(4)
 def _progress_from(data: bytes, name: str) -> TierProgress:
-    """Decodes progress, once: the trainer polls the same file, which holds a journal entry."""
+    """Decodes progress; cached, as the trainer polls a file that contains a journal entry."""
     found = records.from_bytes(data, TierProgress, name=name, magic=_PROGRESS)
     if found.entry.number:
         entries.check_entry(found.entry, name)

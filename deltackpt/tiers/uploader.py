@@ -6,8 +6,8 @@ training, rollbacks, then the saves, parents first, and retirements. A kill leav
 entry names; they are swept later.
 
 If each process of a job has a staging directory, each uploader uploads its shard of a save to a
-path that is derived from the claim and the save, and reports that, or that it cannot, with an
-object there. Process 0's uploader commits the save once all shards are there.
+path that is derived from the claim and the save, and writes an object there that reports success or
+failure. Process 0's uploader commits the save once all shards are there.
 """
 
 from __future__ import annotations

@@ -309,6 +309,6 @@ def _put_progress(at: StorePath, newest: SaveId) -> None:
 
 
 def oldest_needed(state: State) -> SaveId | None:
-    """Returns the step onto which restores may replay the log: the second newest remote one."""
+    """Returns the oldest step onto which restores replay the WAL: the second-newest remote one."""
     steps = [*state.steps.values()]
     return steps[-2:][0].save_id if steps else None

@@ -270,7 +270,7 @@ def _agreed_identity(tables: Iterable[object]) -> int:
     if jax.process_count() == 1:
         return new_identity()
     shardings = [getattr(table, "sharding", None) for table in tables]
-    # Not whether this process has all shards: a process without any would broadcast alone.
+    # ``is_fully_addressable`` differs between processes; one without shards would broadcast alone.
     if all(sharding is None or placement.process_span(sharding) == 1 for sharding in shardings):
         return UNKNOWN
     return int(multihost_utils.broadcast_one_to_all(np.int32(new_identity())))

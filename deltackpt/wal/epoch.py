@@ -113,7 +113,7 @@ class OpenEpoch:
 
     @property
     def survives_node(self) -> bool:
-        """Returns whether the records are not in the staging directory."""
+        """Whether the records are in their own directory or in Kafka."""
         return self.head.directory is not None or self.head.topic is not None
 
     @property
@@ -143,7 +143,7 @@ class OpenEpoch:
             found = next(below, None)
         if found is not None and found.save_id.attempt >= since:
             self._known = found
-        # Another process may lack a record of the call, and have one of a later call.
+        # Another process may lack the record of this call, but have that of a later one.
         known = self._known
         return known if known is not None and known.save_id.attempt <= number else None
 
@@ -286,12 +286,12 @@ class WalProgress(abc.ABC):
         self.process = process
         self.count = count
         self._own = DurableRecord(0, 0)
-        #: The newest record of the other processes, as last read.
+        #: The newest record of each other process, as last read.
         self._read: Mapping[int, DurableRecord] = {}
         self._read_at = 0.0
 
     def record(self, saves: Sequence[SaveId]) -> None:
-        """Stores this process's newest durable records, oldest first."""
+        """Reports that records of this process, oldest first, are durable."""
         own = self._own
         for one in saves:
             since = own.since if one.attempt == own.number + 1 else one.attempt
@@ -300,7 +300,7 @@ class WalProgress(abc.ABC):
         self._store(own.to_bytes())
 
     def reset(self) -> None:
-        """Stores that this process has no record."""
+        """Reports that this process has no record."""
         self._own = DurableRecord(0, 0)
         self._store(self._own.to_bytes())
 
@@ -330,7 +330,7 @@ class WalProgress(abc.ABC):
 
     @property
     def others_since(self) -> int:
-        """Returns the call from which on no other process lacks a record, as last read."""
+        """The call from which on every other process has each record, as last read."""
         others = self._read.items()
         return max((one.since for process, one in others if process != self.process), default=0)
 
@@ -342,7 +342,7 @@ class CoordinatorProgress(WalProgress):
         super().__init__(coordinator.index, coordinator.count)
         self._coordinator = coordinator
         self._key = f"{wal_key(head)}/progress/"
-        #: Of the processes, as last found.
+        #: The newest record of each process, as last read.
         self._found: dict[int, DurableRecord] = {}
         self._finding: threading.Thread | None = None
 

@@ -681,8 +681,8 @@ class Recorder(WalHooks):
         self._chain, self._voiding, self._needs_root = None, True, True
         self._audit.start(None)
         if self._run.coordinator.count > 1:
-            # Records of the others make no point without ours. They may notice it later, and save
-            # only at the call that all agree on.
+            # Records of the others make no recovery point without ours. The others may notice this
+            # later, so all save at a call that they agree on.
             self._ended = reason
             self._save_requests.request_save(reason, restarts_wal=True)
             if self._layout is not None:

@@ -348,7 +348,7 @@ SOFT, REFUSED = (13, 18), 14
 
 
 def logged_state_at(step: int, run: int) -> dict:
-    """The state at a step of one of the two runs with a WAL; also a formula.
+    """Returns the state at a step of one of the two runs with a WAL, from a formula.
 
     Dense leaves have several blocks, whose records build on earlier records.
     """
