@@ -92,4 +92,4 @@ def test_a_fenced_trainer_does_not_delete_the_steps_of_its_successor(tmp_path):
             older.delete(4)
         older.close()
     assert taken and sorted(taken[0].steps()) == list(range(5))
-    assert not list((tmp_path / naming.TRASH).glob("*/*"))
+    assert not list(tmp_path.glob(f"{naming.REMOVED}*"))
