@@ -154,9 +154,10 @@ SMALL_MODULES = {
     # A local directory has no journal, and needs only the other one.
     "ledger/bucket_steps.py",
     "ledger/opening.py",
-    # What the manager and the saver share.
     # A manager without a WAL imports nothing else of the WAL.
     "wal/ended.py",
+    # What restores and serving share, which imports no jax.
+    "reading/zarr_arrays.py",
     # `doctor` shows directories even if a dependency of the stores is missing.
     "storage/redaction.py",
     # Public: integrations and the test kit.

@@ -70,7 +70,7 @@ def names_in(root: Path) -> set[str]:
 
 def assert_only(root: Path, committed: list[int]) -> None:
     """Asserts that the directory holds these steps and nothing else of a save."""
-    found = names_in(root) - {"deleted"}
+    found = names_in(root)
     assert found == {str(step) for step in committed}, found
 
 
