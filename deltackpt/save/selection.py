@@ -122,8 +122,9 @@ class Division:
 
 
 def _common(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
-    found = (row_blocks.common(one, other) for one in spans for other in others)
-    return tuple((start, stop) for start, stop in found if start < stop)
+    rows = row_blocks.rows_of(spans)
+    pieces = row_blocks.row_slices(rows, others)
+    return tuple(span for piece in pieces for span in row_blocks.spans_of(rows[piece]))
 
 
 def divide(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
