@@ -241,14 +241,13 @@ def encode_blocks(
     before: np.ndarray | None,
     out: np.ndarray,
     *,
-    skip_unchanged: bool,
     table: np.ndarray | None = None,
     within: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...], float, float]:
     """Encodes blocks (n, 256) with a lossy codec of dense leaves.
 
     ``before`` is the reference, or None. ``out`` receives the blocks as readers decode them; blocks
-    that are not coded equal ``now``. Blocks whose bits equal the reference may be skipped.
+    that are not coded equal ``now``. Blocks whose bits equal the reference are skipped.
     ``table`` is ``codecs.block_codecs.places`` for log8, ``factors`` for log4, else None;
     ``within`` are the smallest and largest positive numbers that log4 can represent.
 
@@ -264,8 +263,8 @@ def encode_blocks(
     steps = np.empty(count, np.uint8) if codec in _STEPS else None
     limits = np.array(within, np.float32).view(np.uint32).tolist()
     coded, squared_error, squared_norm = _used.encode_blocks(
-        *(_BLOCK_CODECS[codec], _DTYPES[now.dtype.name], skip_unchanged, now, before, out),
-        *(states, codes, words, steps, table, *limits),
+        *(_BLOCK_CODECS[codec], _DTYPES[now.dtype.name], before is not None),
+        *(now, before, out, states, codes, words, steps, table, *limits),
     )
     arrays = tuple(one[:coded] for one in (codes, words, steps) if one is not None)
     return states, arrays, squared_error, squared_norm
@@ -294,7 +293,7 @@ def decode_blocks(
 
 
 def encode_sparse(
-    now: np.ndarray, before: np.ndarray, most: int, *, skip_unchanged: bool
+    now: np.ndarray, before: np.ndarray, most: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Finds the changed elements of blocks (n, 256), unsigned, of which at most ``most`` changed.
 
@@ -307,7 +306,7 @@ def encode_sparse(
     states, counts = np.empty(count, np.uint8), np.empty(count, np.uint16)
     at, changes = np.empty(count * most, np.uint8), np.empty(count * most, now.dtype)
     coded, found = _used.encode_sparse(
-        now.itemsize, most, skip_unchanged, now, before, states, counts, at, changes
+        now.itemsize, most, True, now, before, states, counts, at, changes
     )
     # Copies free the rest of the memory.
     return states, counts[:coded].copy(), at[:found].copy(), changes[:found].copy()

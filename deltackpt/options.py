@@ -458,7 +458,6 @@ class Dense:
         would exceed the limit is encoded with the next more precise codec, and finally losslessly.
         If ``ef8``, ``ef4`` or ``int8`` would zero more than 1% of a leaf without negative elements,
         ``log8`` is used.
-      skip_unchanged: whether unchanged blocks are omitted.
       max_reference_bytes: limit of the references that each process keeps between saves: the
         decoded last save, from which the next delta computes differences. Reused buffers may take
         up to twice as much again; the copy of a save in flight is not limited. For leaves that do
@@ -477,13 +476,11 @@ class Dense:
     deltas: DenseDeltas = "whole"
     codec: str | Mapping[str, str] = "lossless"
     max_error: float | None = 0.05
-    skip_unchanged: bool = True
     max_reference_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
         _check_known(self, deltas=DenseDeltas)
         _check_at_least_one(self, "max_reference_bytes")
-        _check_kind(self, (bool,), "bool", "skip_unchanged")
         _check_kind(self, (str, Mapping), "str or Mapping", "codec")
         if not all(isinstance(pattern, str) for pattern in self.codec):
             raise _wrong(self, "codec", "globs over leaf paths")

@@ -92,14 +92,6 @@ def test_a_delta_holds_little_more_than_the_changes(tmp_path, loop):
         loop.save(saver, 3)
         assert changed_bytes(tmp_path, 3) == 0
         assert_exact(saver, loop.states)
-    whole = deltackpt.Dense(deltas="blocks", skip_unchanged=False)
-    with opened(tmp_path, whole) as saver:
-        again = resumed(saver, loop)
-        again.save(saver, 4)
-        record = record_of(tmp_path, 4)
-        held = sum(segment.count for segment in record.segments if segment.group != "plain")
-        assert held == sum(value.blocks for value in record.values)
-        assert_exact(saver, again.states)
 
 
 def test_a_restored_run_continues_from_the_stored_values(tmp_path, loop):
@@ -366,7 +358,7 @@ def test_the_reference_of_a_save_that_is_restored_again_is_given_back():
     save_id = SaveId("a" * 32, 3, 1)
     with Runtime(1) as runtime:
         coding_of = codings("lossless", None)
-        keeper = DenseKeeper(coding_of, runtime, max_reference_bytes=1 << 24, skip_unchanged=False)
+        keeper = DenseKeeper(coding_of, runtime, max_reference_bytes=1 << 24)
         memory = keeper.runtime.memory
         for _ in range(3):
             kept = memory.allocate((1024, 256), np.dtype(np.float32))

@@ -229,7 +229,6 @@ class Training:
             deltas=deltas,
             **(encoded if deltas == "blocks" or self.logged == "delta" else {}),
             max_reference_bytes=self.drawn(16 << 30, 16 << 30, 30_000, 1),
-            skip_unchanged=self.drawn(True, True, False),
         )
         tracking = {"tracking": "fingerprints"} if self.fingerprints else {}
         wal = deltackpt.WalOptions(dense=self.logged)

@@ -53,14 +53,15 @@ def same_arrays(found, expected) -> bool:
 
 @pytest.mark.parametrize("name", LOSSY)
 @settings(max_examples=150, deadline=None)
-@given(found=leaves(), skip=st.booleans(), swap=st.booleans())
-def test_encoded_blocks_are_those_of_numpy(name, found, skip, swap, path):
+@given(found=leaves(), known=st.booleans(), swap=st.booleans())
+def test_encoded_blocks_are_those_of_numpy(name, found, known, swap, path):
     before, now = found[::-1] if swap else found
     codec, coded = block_codecs.get(name), {}
+    reference = before if known or codec.relative else None
     outs = {one: np.full_like(now, 7) for one in (path, "")}
     for one, out in outs.items():
         with kernels.forced(one):
-            coded[one] = encode_blocks.encode(codec, now, before, out, skip_unchanged=skip)
+            coded[one] = encode_blocks.encode(codec, now, reference, out)
     mine, expected = coded[path], coded[""]
     assert mine.states.tolist() == expected.states.tolist()
     assert same_arrays(mine.arrays, expected.arrays)
@@ -174,7 +175,7 @@ def test_points_of_the_grid_are_encoded_as_they_are(path):
     firsts, now = firsts[now.min(axis=1) >= 2.0**-126], now[now.min(axis=1) >= 2.0**-126]
     out = np.empty_like(now)
     with kernels.forced(path):
-        found = encode_blocks.encode(block_codecs.get("log8"), now, None, out, skip_unchanged=False)
+        found = encode_blocks.encode(block_codecs.get("log8"), now, None, out)
     assert (found.arrays["step"] == 1).all() and (found.arrays["low"] == firsts).all()
     assert (out == now).all() and found.squared_error == 0
 
@@ -196,13 +197,13 @@ def changed_leaves(draw):
     return before, now
 
 
-@given(found=changed_leaves(), most=st.integers(0, BLOCK), skip=st.booleans())
+@given(found=changed_leaves(), most=st.integers(0, BLOCK))
 @settings(max_examples=200, deadline=None)
-def test_changed_elements_are_those_of_numpy(found, most, skip, path):
+def test_changed_elements_are_those_of_numpy(found, most, path):
     before, now = found
-    expected = block_codes._sparse(now, before, most, skip_unchanged=skip)
+    expected = block_codes._sparse(now, before, most)
     with kernels.forced(path):
-        mine = kernels.encode_sparse(now, before, most, skip_unchanged=skip)
+        mine = kernels.encode_sparse(now, before, most)
     for one, other in zip(mine, expected, strict=True):
         assert one.dtype == other.dtype and one.tolist() == other.tolist()
     states, counts, at, changes = mine
@@ -399,9 +400,7 @@ def test_threads_may_encode_at_the_same_time(path):
         runtime = stack.enter_context(Runtime(8))
         outs = [np.empty_like(now) for _ in range(8)]
         codec = block_codecs.get("ef4")
-        found = runtime.map(
-            lambda out: encode_blocks.encode(codec, now, before, out, skip_unchanged=True), outs
-        )
+        found = runtime.map(lambda out: encode_blocks.encode(codec, now, before, out), outs)
     for one, out in zip(found, outs, strict=True):
         assert same_arrays(one.arrays, found[0].arrays)
         assert out.tobytes() == outs[0].tobytes()

@@ -42,7 +42,5 @@ def test_squares_sum_over_all_finite_values(dtype, seed):
         exact = blocks.astype(np.float32).astype(np.float64)
     expected = np.square(exact[np.isfinite(exact)]).sum()
     with kernels.forced(""):
-        found = encode_blocks.encode(
-            block_codecs.get("int8"), blocks, None, np.empty_like(blocks), skip_unchanged=False
-        )
+        found = encode_blocks.encode(block_codecs.get("int8"), blocks, None, np.empty_like(blocks))
     assert found.squared_norm == pytest.approx(expected, rel=1e-5)

@@ -123,7 +123,6 @@ def encode_leaf(
     max_error: float | None,
     runtime: Runtime,
     *,
-    skip_unchanged: bool = True,
     only: Sequence[range] | None = None,
 ) -> LeafDelta:
     """Encodes the changed blocks of a leaf, (blocks, 256), its last block padded with zeros.
@@ -154,8 +153,8 @@ def encode_leaf(
             chunk, start = slice(blocks.start, blocks.stop), blocks.start
             before = None if reference is None else reference[chunk]
             if codec == block_codecs.LOSSLESS:
-                return _exact(leaf[chunk], before, start, skip_unchanged)
-            return _lossy(codec, leaf[chunk], before, start, decoded[chunk], skip_unchanged)
+                return _exact(leaf[chunk], before, start)
+            return _lossy(codec, leaf[chunk], before, start, decoded[chunk])
 
         found = runtime.map(of_span, spans)
         pieces = _joined(piece for span in found for piece in span.pieces)
@@ -254,7 +253,7 @@ def _joined(pieces: Iterable[EncodedBlocks]) -> list[EncodedBlocks]:
 # Lossless.
 
 
-def _exact(now: np.ndarray, before: np.ndarray | None, start: int, skip_unchanged: bool) -> _Span:
+def _exact(now: np.ndarray, before: np.ndarray | None, start: int) -> _Span:
     itemsize = now.dtype.itemsize
     if before is None:
         blocks = np.arange(len(now))
@@ -262,9 +261,7 @@ def _exact(now: np.ndarray, before: np.ndarray | None, start: int, skip_unchange
         return _Span([_lossless(codec, now, None, blocks, start)], 0.0, 0.0)
     bits, most = block_codecs.bits_dtype(now.dtype), _MOST_SPARSE[itemsize]
     encode = kernels.encode_sparse if kernels.available() else _sparse
-    states, counts, at, changes = encode(
-        now.view(bits), before.view(bits), most, skip_unchanged=skip_unchanged
-    )
+    states, counts, at, changes = encode(now.view(bits), before.view(bits), most)
     few, many = np.flatnonzero(states == CODED), np.flatnonzero(states == LEFT)
     pieces = []
     if len(few):
@@ -278,13 +275,12 @@ def _exact(now: np.ndarray, before: np.ndarray | None, start: int, skip_unchange
 
 
 def _sparse(
-    now: np.ndarray, before: np.ndarray, most: int, *, skip_unchanged: bool
+    now: np.ndarray, before: np.ndarray, most: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     changed = now != before
     counts = changed.sum(axis=1, dtype=np.uint16)
     states = np.where(counts > most, LEFT, CODED).astype(np.uint8)
-    if skip_unchanged:
-        states[counts == 0] = UNCHANGED
+    states[counts == 0] = UNCHANGED
     coded = states == CODED
     changed &= coded[:, None]
     places = np.flatnonzero(changed)
@@ -318,12 +314,9 @@ def _lossy(
     before: np.ndarray | None,
     start: int,
     decoded: np.ndarray,
-    skip_unchanged: bool,
 ) -> _Span:
     """Encodes a span; ``decoded`` receives the values that a reader decodes."""
-    found = encode_blocks.encode(
-        block_codecs.get(codec), now, before, decoded, skip_unchanged=skip_unchanged
-    )
+    found = encode_blocks.encode(block_codecs.get(codec), now, before, decoded)
     coded, left = np.flatnonzero(found.states == CODED), np.flatnonzero(found.states == LEFT)
     pieces = [EncodedBlocks(codec, coded + start, found.arrays)] if len(coded) else []
     error = found.squared_error
@@ -333,7 +326,7 @@ def _lossy(
     elif len(left):
         few = np.empty((len(left), BLOCK), now.dtype)
         reference = None if before is None else before[left]
-        more = _lossy(wider, now[left], reference, 0, few, False)
+        more = _lossy(wider, now[left], reference, 0, few)
         decoded[left] = few
         pieces += [one._replace(blocks=left[one.blocks] + start) for one in more.pieces]
         error += more.squared_error

@@ -232,14 +232,7 @@ class DenseLeaves:
         try:
             if keeper is None:
                 return write_whole(sink_of, values, self._staged)
-            deltas.extend(
-                encode(
-                    values,
-                    keeper.reference_of(parent),
-                    self._runtime,
-                    skip_unchanged=keeper.skip_unchanged,
-                )
-            )
+            deltas.extend(encode(values, keeper.reference_of(parent), self._runtime))
             keeper.keep(save_id, values, [delta.decoded for delta in deltas])
         finally:
             if keeper is not None:
@@ -275,13 +268,11 @@ class DenseKeeper:
         runtime: Runtime,
         *,
         max_reference_bytes: int,
-        skip_unchanged: bool,
     ):
         """Keeps at most ``max_reference_bytes`` of references in host memory, over all saves.
 
-        If it may ``skip_unchanged`` blocks, leaves without room are hashed.
+        Leaves without room are hashed.
         """
-        self.skip_unchanged = skip_unchanged
         self.encodes_on_device = device_blocks.can_encode  # Imports it before the first save.
         #: With memory for the references, and for the copies of saves in flight.
         self.runtime = runtime.with_memory(2 * max_reference_bytes)
@@ -374,7 +365,7 @@ class DenseKeeper:
         for key, found in reference.data.items():
             if found.nbytes <= room:
                 data[key], room = found, room - found.nbytes
-            elif self.skip_unchanged and found.ndim == 2:
+            elif found.ndim == 2:
                 hashes[key] = block_codes.Hashes.from_bytes(np.asarray(found))
         return block_codes.DenseReference(data, reference.counts, hashes)
 
@@ -552,7 +543,7 @@ def write_whole(
 
 
 def encode(
-    values: Sequence[DenseValue], parent: DenseReference, runtime: Runtime, *, skip_unchanged: bool
+    values: Sequence[DenseValue], parent: DenseReference, runtime: Runtime
 ) -> Iterator[LeafDelta]:
     """Encodes values relative to the parent, or whole; may lend the memory of ``runtime``."""
     for value in values:
@@ -562,13 +553,11 @@ def encode(
         if before is not None and (before.shape, before.dtype) != (data.shape, data.dtype):
             before = None
         if value.plain:
-            same = skip_unchanged and before is not None and bool((before == data).all())
+            same = before is not None and bool((before == data).all())
             pieces = [block_codes.EncodedBlocks(_RAW, np.arange(1), {"": np.asarray(data)})]
             yield block_codes.LeafDelta([] if same else pieces, data, LOSSLESS, "", 0.0)
         elif isinstance(data, jax.Array) and not isinstance(before, np.ndarray) and hashes is None:
-            yield device_blocks.encode_leaf_there(
-                data, before, *value.coding, runtime, skip_unchanged=skip_unchanged
-            )
+            yield device_blocks.encode_leaf_there(data, before, *value.coding, runtime)
         else:
             data = np.asarray(data)
             yield block_codes.encode_leaf(
@@ -576,7 +565,6 @@ def encode(
                 None if before is None else np.asarray(before),
                 *value.coding,
                 runtime,
-                skip_unchanged=skip_unchanged,
                 only=None if hashes is None else hashes.changed(data),
             )
 

@@ -62,8 +62,6 @@ def encode_leaf_there(
     codec: str,
     max_error: float | None,
     runtime: Runtime,
-    *,
-    skip_unchanged: bool = True,
 ) -> LeafDelta:
     """Encodes a leaf on its device, or on the host if no difference codec applies.
 
@@ -75,16 +73,14 @@ def encode_leaf_there(
             return on_host(codec), lambda: 0.0
         if not isinstance(reference, jax.Array):
             return on_host(block_codecs.LOSSLESS, f"{codec}: no reference"), lambda: 0.0
-        found, share = _encoded(codec, leaf, reference, skip_unchanged)
+        found, share = _encoded(codec, leaf, reference)
         return found, lambda: share
 
     def on_host(codec: str, reason: str = "") -> LeafDelta:
         before = None if reference is None else np.asarray(reference)
         # Memory of its own: jax may alias the result, so it must not be reused.
         own = runtime.with_memory(leaf.nbytes)
-        coded = encode_leaf(
-            np.asarray(leaf), before, codec, max_error, own, skip_unchanged=skip_unchanged
-        )
+        coded = encode_leaf(np.asarray(leaf), before, codec, max_error, own)
         if coded.codec != block_codecs.LOSSLESS:
             decoded = jax.device_put(coded.decoded, leaf.sharding)
         else:
@@ -106,9 +102,7 @@ class _OnDevice(NamedTuple):
     vanished: jax.Array  # share of positive numbers lost; 0 if there are negative ones
 
 
-def _encoded(
-    codec: str, leaf: jax.Array, reference: jax.Array, skip_unchanged: bool
-) -> tuple[LeafDelta, float]:
+def _encoded(codec: str, leaf: jax.Array, reference: jax.Array) -> tuple[LeafDelta, float]:
     """The leaf, and ``_OnDevice.vanished``."""
     code = block_codecs.get(codec)
     assert isinstance(code, Linear)
@@ -123,8 +117,6 @@ def _encoded(
     )
     copies = jax.tree.map(placement.host_copy, small)
     arrays, changed, representable, lost, norm = jax.tree.map(np.asarray, copies)
-    if not skip_unchanged:
-        changed = np.ones_like(changed)
     coded, left = np.flatnonzero(changed & representable), np.flatnonzero(changed & ~representable)
     stored = code.stored(np.dtype(leaf.dtype))
     pieces = []

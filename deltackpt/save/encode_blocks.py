@@ -132,35 +132,28 @@ def encode(
     now: np.ndarray,
     before: np.ndarray | None,
     out: np.ndarray,
-    *,
-    skip_unchanged: bool,
 ) -> EncodedSpan:
     """Encodes blocks, (n, 256) of a float dtype; ``out`` receives them as readers decode them.
 
-    Blocks that are not coded equal ``now`` there. If ``skip_unchanged``, blocks whose bits equal
-    the reference ``before`` are skipped.
+    Blocks that are not coded equal ``now`` there. Blocks whose bits equal the reference ``before``
+    are skipped.
     """
-    skip_unchanged &= before is not None
     if kernels.available():
-        return _compiled(codec, now, before, out, skip_unchanged)
+        return _compiled(codec, now, before, out)
     found = []
     for start in range(0, max(1, len(now)), block_codecs.PIECE_BLOCKS):
         chunk = slice(start, start + block_codecs.PIECE_BLOCKS)
         reference = None if before is None else before[chunk]
         # Non-finite values are detected in the results.
         with np.errstate(all="ignore"):
-            found.append(_piece(codec, now[chunk], reference, out[chunk], skip_unchanged))
+            found.append(_piece(codec, now[chunk], reference, out[chunk]))
     states, arrays, errors, norms = zip(*found, strict=True)
     joined = {name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]}
     return EncodedSpan(np.concatenate(states), joined, math.fsum(errors), math.fsum(norms))
 
 
 def _compiled(
-    codec: BlockCodec,
-    now: np.ndarray,
-    before: np.ndarray | None,
-    out: np.ndarray,
-    skip_unchanged: bool,
+    codec: BlockCodec, now: np.ndarray, before: np.ndarray | None, out: np.ndarray
 ) -> EncodedSpan:
     table, within = None, (0.0, 0.0)
     if isinstance(codec, block_codecs.Logarithms):
@@ -168,7 +161,7 @@ def _compiled(
     elif isinstance(codec, LogarithmDifference):
         table, within = block_codecs.factors(), block_codecs.WITHIN[now.dtype.name]
     states, coded, squared_error, squared_norm = kernels.encode_blocks(
-        codec.name, now, before, out, skip_unchanged=skip_unchanged, table=table, within=within
+        codec.name, now, before, out, table=table, within=within
     )
     stored = codec.stored(now.dtype).items()
     arrays = {
@@ -178,16 +171,11 @@ def _compiled(
 
 
 def _piece(
-    codec: BlockCodec,
-    now: np.ndarray,
-    before: np.ndarray | None,
-    out: np.ndarray,
-    skip_unchanged: bool,
+    codec: BlockCodec, now: np.ndarray, before: np.ndarray | None, out: np.ndarray
 ) -> EncodedSpan:
     """See ``encode``, for at most ``PIECE_BLOCKS`` blocks, in numpy."""
     changed = np.arange(len(now))
-    if skip_unchanged:
-        assert before is not None
+    if before is not None:
         # By bits: NaN may have changed.
         changed = (now.view(np.uint64) != before.view(np.uint64)).any(axis=1).nonzero()[0]
     values = now[changed].astype(np.float32)

@@ -251,7 +251,6 @@ def keeper(options: Dense, runtime: Runtime) -> DenseKeeper:
         codings(options.codec, options.max_error),
         runtime,
         max_reference_bytes=options.max_reference_bytes,
-        skip_unchanged=options.skip_unchanged,
     )
 
 
