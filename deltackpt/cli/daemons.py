@@ -129,8 +129,6 @@ def upload(stage: Path, until_empty: bool, only_status: bool) -> Output:
 
 _TOKEN = "DELTACKPT_NODES_TOKEN"
 _MOST_TOKEN_BYTES = 4096
-#: Timeout of requests to the other nodes of a store.
-_PEERS_SECS = 15.0
 
 
 @click.command(
@@ -153,7 +151,6 @@ _PEERS_SECS = 15.0
     help=f"File with the token, readable only by its owner; the variable {_TOKEN} by default.",
 )
 @click.option("--bytes-per-sec", type=terminal.Size(), help="Limit for sending and receiving.")
-@click.option("--peers", help="All nodes, as in the URL of the store, to forward reads to.")
 @terminal.as_json
 def node_store(
     directory: Path | None,
@@ -162,32 +159,22 @@ def node_store(
     port: int,
     token_file: Path | None,
     bytes_per_sec: int | None,
-    peers: str | None,
     as_json: bool,
 ) -> None:
     """Serve DIRECTORY as a part of a store nodes://HOST:PORT,HOST:PORT/PATH.
 
     Nothing is encrypted, and every holder of the token can read and write everything: use it only
     on a trusted network. The command prints its address and runs until SIGTERM or SIGINT.
-
-    With --peers, each node also serves what the others store. TensorStore's http driver needs this,
-    because it connects to a single address.
     """
     from deltackpt.nodes.blobs import MemoryBlobs
     from deltackpt.nodes.directory_blobs import DirectoryBlobs
     from deltackpt.nodes.server import NodeServer, Tokens
-    from deltackpt.storage.node_client import addresses_of
-    from deltackpt.storage.striping import NodesStore
 
     if (directory is None) == (memory is None):
         raise click.UsageError("expected DIRECTORY or --memory, found both or neither; pass one")
     token = _token(token_file)
     with contextlib.ExitStack() as stack:
         wait = stack.enter_context(terminal.termination())
-        others = None
-        if peers is not None:
-            others = NodesStore(addresses_of(peers), "", token, deadline_secs=_PEERS_SECS)
-            stack.enter_context(contextlib.closing(others))
         if directory is not None:
             blobs, held = DirectoryBlobs(directory.absolute()), str(directory)
         else:
@@ -200,7 +187,6 @@ def node_store(
             port=port,
             tokens=Tokens(token),
             bytes_per_sec=bytes_per_sec,
-            others=others,
         )
         stack.enter_context(contextlib.closing(server))
         value = {"address": server.address, "pid": os.getpid()}

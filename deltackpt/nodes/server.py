@@ -4,9 +4,6 @@
 Each connection has a thread; their number is limited. If there are too many, the oldest connection
 that has shown no token is closed, else the one longest without a request. A request without a valid
 token is answered from its head alone. Others wait for one of a few slots.
-
-TensorStore's ``http`` driver has a single base URL. The node at that address therefore also serves
-the objects of the other nodes, and striped ones, through a buffer of one piece.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from deltackpt.nodes.blobs import BlobStore, OpenObject
 from deltackpt.resources.runtime import Pace
 from deltackpt.storage import wire
 from deltackpt.storage.store import Exists, Missing, Unanswered
-from deltackpt.storage.striping import HEAD_BYTES, NodesStore
 
 #: 16 characters from an alphabet of 64 cannot be guessed.
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,1024}")
@@ -81,7 +77,7 @@ def _digest(token: str) -> bytes:
 _logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 256
-#: Direct requests, and others, that are served at a time.
+#: Requests that are served at a time.
 _SLOTS = 32
 #: Timeout for a head, and for the unread rest of a rejected request.
 _HEAD_SECS = 5.0
@@ -128,11 +124,6 @@ class _Request(NamedTuple):
     nbytes: int
     token: str
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether it is for this node's own objects only."""
-        return wire.DIRECT.lower() in self.fields
-
 
 class _Client(wire.Connection):
     """A connection to a client; ``unread`` bytes of the request's body were not received yet."""
@@ -174,22 +165,20 @@ class NodeServer:
         tokens: Tokens,
         most_connections: int = _MOST_CONNECTIONS,
         bytes_per_sec: float | None = None,
-        others: NodesStore | None = None,
     ):
         """Starts listening on a specific address of this node; OptionError if it is a wildcard.
 
         The caller still owns ``blobs`` and closes them afterwards. ``bytes_per_sec`` limits each
-        direction. Objects that the node lacks are read from ``others``, the store with all nodes.
+        direction.
         """
-        self._blobs, self._tokens, self._others = blobs, tokens, others
+        self._blobs, self._tokens = blobs, tokens
         self._pace = Pace(bytes_per_sec)
         self._most = most_connections
         self._listener = _listener(bind, port)
         host, bound = self._listener.getsockname()[:2]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         self._stopped = threading.Event()
-        #: Other requests wait for direct ones, not the reverse.
-        self._slots = {is_direct: threading.BoundedSemaphore(_SLOTS) for is_direct in (True, False)}
+        self._slots = threading.BoundedSemaphore(_SLOTS)
         #: Open connections; the one longest without a request first.
         self._open: dict[_Client, None] = {}
         self._lock = threading.Lock()
@@ -261,7 +250,7 @@ class NodeServer:
     def _answered(self, client: _Client) -> bool:
         try:
             request = self._request(client)
-            with self._busy(client, request):
+            with self._busy(client):
                 self._serve_request(client, request)
         except (_Refusal, StorageError, Damaged) as error:
             if client.http.our_state is h11.SEND_BODY:
@@ -277,14 +266,14 @@ class NodeServer:
         return not client.closes
 
     @contextlib.contextmanager
-    def _busy(self, client: _Client, request: _Request) -> Iterator[None]:
+    def _busy(self, client: _Client) -> Iterator[None]:
         """Protects a client from eviction while its request is served."""
         with self._lock:
             if client not in self._open:
                 raise ConnectionError("evicted")
             client.is_busy = True
         try:
-            with self._slots[request.is_direct]:
+            with self._slots:
                 yield
         finally:
             with self._lock:
@@ -343,7 +332,7 @@ class NodeServer:
             listing = "".join(f"{wire.target_of(key)}\n" for key in found).encode()
             client.answer(200, ("Content-Type", "text/plain"), body=listing)
         else:
-            with contextlib.closing(self._find(request)) as held:
+            with contextlib.closing(self._blobs.find(request.key)) as held:
                 self._get(client, request, held)
 
     def _get(self, client: _Client, request: _Request, held: OpenObject) -> None:
@@ -371,18 +360,6 @@ class NodeServer:
                 if not sent:
                     raise OSError("the object was truncated")
                 start += sent
-
-    def _find(self, request: _Request) -> OpenObject:
-        others = None if request.is_direct else self._others
-        try:
-            found = self._blobs.find(request.key)
-            if others is None or found.nbytes != HEAD_BYTES:
-                return found
-            found.close()
-        except Missing:
-            if others is None or others.owner(request.key) == self.address:
-                raise
-        return _Forwarded(others, request.key)
 
     def _put(self, client: _Client, request: _Request) -> None:
         condition = request.fields.get("if-none-match")
@@ -448,26 +425,3 @@ def _status_of(error: StorageError | Damaged) -> int:
             return status
     lasts = isinstance(error.__cause__, OSError) and error.__cause__.errno in _LASTING
     return 409 if lasts else 500
-
-
-class _Forwarded:
-    """See ``OpenObject``; if the object is replaced during the answer, the answer ends early."""
-
-    def __init__(self, store: NodesStore, key: str):
-        self._store, self._key = store, key
-        self.version = store.version(key)
-        self.nbytes = store.length(key)
-        self._buffer = memoryview(b"")
-
-    def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
-        nbytes = min(nbytes, wire.PIECE_BYTES)
-        if len(self._buffer) < nbytes:
-            self._buffer = memoryview(bytearray(nbytes))
-        piece = self._buffer[:nbytes]
-        self._store.read_into(self._key, start, [piece])
-        if self._store.version(self._key) != self.version:
-            raise OSError(f"{self._key}: the object was replaced while it was sent")
-        connection.sendall(piece)
-        return piece.nbytes
-
-    def close(self) -> None: ...

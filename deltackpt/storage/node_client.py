@@ -167,7 +167,6 @@ class Node:
         """Sends a request; returns the answer, whose body fills ``into`` if its size matches."""
         ends_at = time.monotonic() + self._deadline_secs
         sent = [("Host", self.address), ("Authorization", f"Bearer {self._token}"), *fields]
-        sent.append((wire.DIRECT, "1"))
         if method == "PUT":
             nbytes = sum(buffer.nbytes for buffer in body)
             sent.append(("Content-Length", nbytes))

@@ -215,10 +215,6 @@ class NodesStore(Store):
                 for other in self._nodes.values():
                     other.delete(other.keys(f"{name}~"))
 
-    def owner(self, key: str) -> str:
-        """Returns the address of the node that has an object, or its head."""
-        return self._ranked(key)[0]
-
     def close(self) -> None:
         """Closes the connections."""
         for node in self._nodes.values():
@@ -229,7 +225,7 @@ class NodesStore(Store):
 
     def _of(self, key: str) -> Node:
         """The node that has an object, or its head."""
-        return self._nodes[self.owner(key)]
+        return self._nodes[self._ranked(key)[0]]
 
     def _shown(self, key: str) -> str:
         return f"{self._url}/{key}"

@@ -30,8 +30,6 @@ MOST_KEY_BYTES = 1024
 PAGE = 1000
 #: Maximum size of such an answer: a byte of a key is at most three bytes of its target.
 MOST_PAGE_BYTES = PAGE * (3 * MOST_KEY_BYTES + 2)
-#: Header of a request for the node's own objects only: the node queries no other one.
-DIRECT = "Deltackpt-Direct"
 #: Bytes of a body per system call.
 PIECE_BYTES = 1 << 20
 #: Maximum number of buffers per system call.
