@@ -125,12 +125,12 @@ class Lineage:
     ) -> Intent:
         """Records a save as in flight; returns the decision: a base, or a delta and its parent."""
         with self._lock:
-            committed = self._poll()
+            self._poll()
             branch = self._branch
             branch.attempts += 1
             self._begun += 1
             save_id = SaveId(branch.run, step, branch.attempts)
-            parent, reason = self._decide(branch, clocks, layout, force_base, committed)
+            parent, reason = self._decide(branch, clocks, layout, force_base)
             before = branch.begun
             known = branch.start_save(save_id, step_dir, parent, clocks, layout, self._begun)
             if parent is None:
@@ -201,7 +201,7 @@ class Lineage:
         """
         with self._polled() as branch:
             branch = self._resumable(clocks) or branch
-            parent, reason = self._decide(branch, clocks, layout, False, None)
+            parent, reason = self._decide(branch, clocks, layout, False)
             if parent is None:
                 return Decision(kind="base", parent=None, reason=reason)
             which = "base" if parent is branch.delta_base else "previous"
@@ -373,29 +373,20 @@ class Lineage:
             self._poll()
             yield self._branch
 
-    def _poll(self) -> Known | None:
+    def _poll(self) -> None:
         """Advances the branch to the save in flight if it was committed. Under the lock."""
         known = self._branch.in_flight
         head = None if known is None else _committed_manifest(known, self._item)
         if known is None or head is None:
-            return None
+            return
         self._branch.advance(head, compacted=self._compacted)
         if known.info.kind == "base" and known.number > self._distrusted_at:
             self._distrusted = self._lost = self.suspected = None
-        return known
 
     def _decide(
-        self,
-        branch: Branch,
-        clocks: Clocks,
-        layout: Layout,
-        force_base: bool,
-        committed: Known | None,
+        self, branch: Branch, clocks: Clocks, layout: Layout, force_base: bool
     ) -> tuple[Known | None, str]:
-        """Returns the parent of a delta, or None for a base, and the reason.
-
-        ``committed`` is the save that ``_poll`` has just found: it need not be looked up again.
-        """
+        """Returns the parent of a delta, or None for a base, and the reason."""
         delta_base, previous = branch.delta_base, branch.previous
         exhausted = any(clock_exhausted(reading.clock) for reading in clocks.readings)
         for applies, reason in (
@@ -420,7 +411,7 @@ class Lineage:
         if decision.kind == "base":
             return None, decision.reason
         parent = delta_base if decision.parent == "base" else previous
-        if parent is not committed and not self._exists(parent):
+        if not self._exists(parent):
             return None, f"base: the parent at {parent.info.step_dir} was removed"
         return parent, decision.reason
 
