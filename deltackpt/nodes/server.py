@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 import h11
 
-from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
+from deltackpt.errors import OptionError, OutOfSpace, StorageError
 from deltackpt.nodes.blobs import BlobStore, OpenObject
 from deltackpt.resources.runtime import Pace
 from deltackpt.storage import wire
-from deltackpt.storage.store import Exists, Missing, Unanswered
+from deltackpt.storage.store import Exists, Missing
 
 #: 16 characters from an alphabet of 64 cannot be guessed.
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,1024}")
@@ -98,7 +98,7 @@ _NOT_TAKEN = frozenset(
 _MOST_BYTES = (1 << 63) - 1
 #: Statuses of requests after which the client is not understood, or not entitled.
 _CLOSING = frozenset({400, 401, 405, 411, 431})
-_STATUSES = {Missing: 404, Exists: 412, OutOfSpace: 507, Unanswered: 503}
+_STATUSES = {Missing: 404, Exists: 412, OutOfSpace: 507}
 #: File system errors for invalid names.
 _LASTING = frozenset(
     {
@@ -252,9 +252,7 @@ class NodeServer:
             request = self._request(client)
             with self._busy(client):
                 self._serve_request(client, request)
-        except (_Refusal, StorageError, Damaged) as error:
-            if client.http.our_state is h11.SEND_BODY:
-                raise  # A second answer would be taken for a part of the object.
+        except (_Refusal, StorageError) as error:
             refusal = error if isinstance(error, _Refusal) else _Refusal(_status_of(error))
             # What is not read of a body would be taken for a request.
             invalid = refusal.status in _CLOSING or client.unread > 0
@@ -419,7 +417,7 @@ def _ignore(client: _Client) -> None:
         left -= len(client.begun)
 
 
-def _status_of(error: StorageError | Damaged) -> int:
+def _status_of(error: StorageError) -> int:
     for kind, status in _STATUSES.items():
         if isinstance(error, kind):
             return status
