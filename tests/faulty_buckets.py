@@ -63,7 +63,7 @@ def chain(root: StorePath, damaged: Mapping[str, bytes] | None = None) -> list[e
       damaged: the original bytes of entries that were damaged since, by name.
     """
     damaged = damaged or {}
-    names = {name for name in (root / JOURNAL).keys() if entries.copied_name(name) is None}
+    names = {name for name in (root / JOURNAL).keys() if ".copy." not in name}
     found = []
     for number, name in enumerate(sorted(names | damaged.keys()), 1):
         assert f"{JOURNAL}/{name}" == entry_name(number)

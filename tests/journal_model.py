@@ -278,7 +278,7 @@ class JournalModel:
         """Damages or removes a recent entry, or its copy, if the other one is intact."""
         held = self.store.held
         found = held.keys(f"run/{view.JOURNAL}")[-2:]
-        pairs = [(key, copy) for key in found if (copy := entries.copied_name(key)) is not None]
+        pairs = [(key, key.replace(".copy.", ".")) for key in found if ".copy." in key]
         both = [pair for pair in pairs if pair[1] in found and len({*map(held.get, pair)}) == 1]
         if both:
             key = self.drawn.choice(self.drawn.choice(both))

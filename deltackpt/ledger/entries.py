@@ -90,11 +90,6 @@ def copy_name(name: str) -> str:
     return f"{name.removesuffix(_RECORD)}{_COPY}"
 
 
-def copied_name(name: str) -> str | None:
-    """Returns the name of the entry that a copy belongs to; None for other names."""
-    return f"{name.removesuffix(_COPY)}{_RECORD}" if name.endswith(_COPY) else None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CatalogEntry:
     """A committed step or compacted base."""
