@@ -15,7 +15,7 @@ import contextlib
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from types import ModuleType
 
@@ -39,8 +39,7 @@ def _imported() -> ModuleType | None:
     return _kernels
 
 
-_built = _imported()
-_used = _built
+_used = _imported()
 #: Stamps per compiled call, which limits the memory for its result.
 _SCANNED_AT_ONCE = 1 << 22
 
@@ -53,28 +52,6 @@ def available() -> bool:
 def instruction_set() -> str:
     """Returns the instruction set in use: avx512, avx2 or baseline; "" without compiled kernels."""
     return "" if _used is None else _used.path()
-
-
-def instruction_sets() -> tuple[str, ...]:
-    """Returns the instruction sets that this CPU supports, the fastest first; none if not built."""
-    return () if _built is None else _built.paths()
-
-
-@contextlib.contextmanager
-def forced(name: str) -> Iterator[None]:
-    """Makes all threads use one of ``instruction_sets``, or no compiled kernels if it is ""."""
-    global _used
-    before, set_before = _used, instruction_set()
-    if name:
-        assert _built is not None
-        _built.use(name)
-    _used = _built if name else None
-    try:
-        yield
-    finally:
-        _used = before
-        if _used is not None:
-            _used.use(set_before)
 
 
 def _plain(array: np.ndarray) -> bool:

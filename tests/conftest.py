@@ -138,10 +138,10 @@ def pytest_configure(config: pytest.Config) -> None:
     given = getattr(config, "workerinput", {}).get("long_seed", config.option.long_seed)
     config.option.long_seed = secrets.randbelow(1 << 32) if given is None else given
     if config.option.kernels:
-        from deltackpt import kernels
+        from instruction_sets import forced
 
         used = contextlib.ExitStack()
-        used.enter_context(kernels.forced(config.option.kernels.removesuffix("off")))
+        used.enter_context(forced(config.option.kernels.removesuffix("off")))
         config.add_cleanup(used.close)
 
 

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import psutil
 import pytest
 from click.testing import CliRunner
+from instruction_sets import forced, supported
 from machine import required
 from test_bad_input import tmpfs
 
 import deltackpt
-from deltackpt import cli, kernels
+from deltackpt import cli
 from deltackpt.format import naming
 from deltackpt.maintenance import doctor
 from deltackpt.maintenance.doctor import machine
@@ -378,11 +379,11 @@ def test_the_installed_versions_are_supported():
 
 
 def test_missing_kernels_are_a_note():
-    with kernels.forced(""):
+    with forced(""):
         found = by_subject(doctor.examine())["kernels"]
         assert (found.severity, found.found) == ("note", "not compiled")
-    for path in kernels.instruction_sets():
-        with kernels.forced(path):
+    for path in supported():
+        with forced(path):
             found = by_subject(doctor.examine())["kernels"]
             assert (found.severity, found.found) == ("ok", f"compiled, {path}")
 

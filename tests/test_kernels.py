@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import forced, supported
 from machine import required
 
 from deltackpt import codecs, kernels
@@ -27,10 +28,10 @@ WIDTHS = [1, 3, 16, 63, 64, 65, 100]
 @pytest.fixture(params=PATHS, autouse=True, scope="module")
 def path(request):
     """Forces one instruction set."""
-    required(bool(kernels.instruction_sets()), "deltackpt._kernels is not built: run make kernels")
-    if request.param and request.param not in kernels.instruction_sets():
+    required(bool(supported()), "deltackpt._kernels is not built: run make kernels")
+    if request.param and request.param not in supported():
         pytest.skip(f"this CPU has no {request.param}")
-    with kernels.forced(request.param):
+    with forced(request.param):
         assert kernels.instruction_set() == request.param
         yield request.param
 
@@ -225,8 +226,8 @@ def test_encoded_rows_are_those_of_xla_on_every_path(path, name, data):
     rows = rows_of(data.draw, width, dtype if isinstance(codec, codecs.Uniform) else "float32")
     expected = encode.on_host(codec, rows)
     found = []
-    for each in kernels.instruction_sets():
-        with kernels.forced(each):
+    for each in supported():
+        with forced(each):
             found.append(encode.on_host(codec, rows))
     for one in found:
         assert one.arrays.keys() == expected.arrays.keys()
@@ -296,7 +297,7 @@ def test_decoded_rows_are_those_of_numpy_on_every_path(path, name, data):
     out, expected = np.full((2, count, width), 7, np.float32)
     with np.errstate(all="ignore"):
         codec.decode(stored, out)
-        with kernels.forced(""):
+        with forced(""):
             codec.decode(stored, expected)
     # The payload of a NaN is not defined.
     same = (out.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(out) & np.isnan(expected))

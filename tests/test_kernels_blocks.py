@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import forced, supported
 from machine import required
 from test_block_codes import DIFFERENCES, LOSSY, bits, leaves
 
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cas
 @pytest.fixture(params=["avx512", "avx2", "baseline"], scope="module")
 def path(request) -> str:
     """Each instruction set."""
-    required(bool(kernels.instruction_sets()), "deltackpt._kernels is not built: run make kernels")
-    if request.param not in kernels.instruction_sets():
+    required(bool(supported()), "deltackpt._kernels is not built: run make kernels")
+    if request.param not in supported():
         pytest.skip(f"this CPU has no {request.param}")
     return request.param
 
@@ -37,7 +38,7 @@ def built(path):
     """The compiled module."""
     from deltackpt import _kernels
 
-    with kernels.forced(path):
+    with forced(path):
         yield _kernels
 
 
@@ -60,7 +61,7 @@ def test_encoded_blocks_are_those_of_numpy(name, found, known, swap, path):
     reference = before if known or codec.relative else None
     outs = {one: np.full_like(now, 7) for one in (path, "")}
     for one, out in outs.items():
-        with kernels.forced(one):
+        with forced(one):
             coded[one] = encode_blocks.encode(codec, now, reference, out)
     mine, expected = coded[path], coded[""]
     assert mine.states.tolist() == expected.states.tolist()
@@ -71,7 +72,7 @@ def test_encoded_blocks_are_those_of_numpy(name, found, known, swap, path):
     rows = np.flatnonzero(mine.states == kernels.CODED)
     decoded = {one: before.copy() for one in outs}
     for one, data in decoded.items():
-        with kernels.forced(one), np.errstate(all="ignore"):
+        with forced(one), np.errstate(all="ignore"):
             codec.decode(mine.arrays, rows, data)
     assert bits(decoded[path]).tolist() == bits(decoded[""]).tolist()
     assert bits(decoded[path])[rows].tolist() == bits(outs[path])[rows].tolist()
@@ -87,7 +88,7 @@ def test_results_do_not_depend_on_the_size_of_the_pieces(name, dtype, path, monk
     now[100:300] = before[100:300]
     now[2000, 3] = np.nan
     now[3000:3100, 1:] = before[3000:3100, 1:]
-    with Runtime(2) as runtime, kernels.forced(path):
+    with Runtime(2) as runtime, forced(path):
         whole = block_codes.encode_leaf(now, before, name, None, runtime)
         monkeypatch.setattr(block_codes, "_SPAN_BLOCKS", 7)
         cut = block_codes.encode_leaf(now, before, name, None, runtime)
@@ -109,7 +110,7 @@ def test_every_short_float_is_widened_and_narrowed_like_a_cast(dtype, path):
         "": np.full((len(data), BLOCK // 2), 0x99, np.uint8),  # Code 1 everywhere.
         "scale": (2.0 ** np.linspace(-14, 8, len(data))).astype(np.float16),
     }
-    with kernels.forced(path):
+    with forced(path):
         block_codecs.get("ef4").decode(arrays, rows, data)
     with np.errstate(over="ignore"):
         expected = (wide + arrays["scale"].astype(np.float32)[:, None]).astype(kind)
@@ -128,7 +129,7 @@ def test_any_scale_decodes_as_in_numpy(name, path):
         found = {}
         for one in (path, ""):
             found[one] = np.ones((len(scales), BLOCK), np.float32)
-            with kernels.forced(one), np.errstate(all="ignore"):
+            with forced(one), np.errstate(all="ignore"):
                 codec.decode(arrays, range(len(scales)), found[one])
         assert np.array_equal(found[path], found[""], equal_nan=True)
 
@@ -150,7 +151,7 @@ def test_any_stored_bytes_of_logarithms_decode_as_in_numpy(name, dtype, path):
     found = {}
     for one in (path, ""):
         found[one] = np.abs(np.random.default_rng(1).normal(size=(2 * count, BLOCK))).astype(kind)
-        with kernels.forced(one):
+        with forced(one):
             codec.decode(arrays, rows, found[one])
     assert bits(found[path]).tolist() == bits(found[""]).tolist()
 
@@ -174,7 +175,7 @@ def test_points_of_the_grid_are_encoded_as_they_are(path):
     # Below the normal numbers, several points are the same number.
     firsts, now = firsts[now.min(axis=1) >= 2.0**-126], now[now.min(axis=1) >= 2.0**-126]
     out = np.empty_like(now)
-    with kernels.forced(path):
+    with forced(path):
         found = encode_blocks.encode(block_codecs.get("log8"), now, None, out)
     assert (found.arrays["step"] == 1).all() and (found.arrays["low"] == firsts).all()
     assert (out == now).all() and found.squared_error == 0
@@ -202,7 +203,7 @@ def changed_leaves(draw):
 def test_changed_elements_are_those_of_numpy(found, most, path):
     before, now = found
     expected = block_codes._sparse(now, before, most)
-    with kernels.forced(path):
+    with forced(path):
         mine = kernels.encode_sparse(now, before, most)
     for one, other in zip(mine, expected, strict=True):
         assert one.dtype == other.dtype and one.tolist() == other.tolist()
@@ -211,7 +212,7 @@ def test_changed_elements_are_those_of_numpy(found, most, path):
     for one in (path, ""):
         for chosen in (rows, range(len(rows))):
             data = before.copy() if chosen is rows else before[rows]
-            with kernels.forced(one):
+            with forced(one):
                 block_codecs.get("sparse").decode(arrays, chosen, data)
             assert (data[np.asarray(chosen, np.int64)] == now[rows]).all()
 
@@ -221,7 +222,7 @@ def test_elements_that_do_not_ascend_are_an_error_and_change_nothing(one, path):
     data = np.zeros((3, BLOCK), np.uint16)
     counts, changes = np.array([2, 2], np.uint16), np.ones(4, np.uint16)
     codec = block_codecs.get("sparse")
-    with kernels.forced(path if one else ""):
+    with forced(path if one else ""):
         for at in ([1, 0, 1, 2], [0, 1, 2, 2]):
             arrays = {"count": counts, "at": np.array(at, np.uint8), "": changes}
             with pytest.raises(ValueError, match="ascending positions"):
@@ -396,7 +397,7 @@ def test_threads_may_encode_at_the_same_time(path):
     now = rng.normal(size=(3000, BLOCK)).astype(np.float32)
     before = rng.normal(size=now.shape).astype(np.float32)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(kernels.forced(path))
+        stack.enter_context(forced(path))
         runtime = stack.enter_context(Runtime(8))
         outs = [np.empty_like(now) for _ in range(8)]
         codec = block_codecs.get("ef4")

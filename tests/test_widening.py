@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from instruction_sets import forced
 
-from deltackpt import kernels
 from deltackpt.codecs import block_codecs, dtype_of
 from deltackpt.codecs.block_codecs import FLOATS, widened
 from deltackpt.format.row_blocks import BLOCK
@@ -41,6 +41,6 @@ def test_squares_sum_over_all_finite_values(dtype, seed):
     with np.errstate(invalid="ignore"):
         exact = blocks.astype(np.float32).astype(np.float64)
     expected = np.square(exact[np.isfinite(exact)]).sum()
-    with kernels.forced(""):
+    with forced(""):
         found = encode_blocks.encode(block_codecs.get("int8"), blocks, None, np.empty_like(blocks))
     assert found.squared_norm == pytest.approx(expected, rel=1e-5)
