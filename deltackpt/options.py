@@ -8,8 +8,8 @@ import math
 import numbers
 import os
 import threading
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Literal, get_args
 
 from deltackpt.errors import OptionError
 from deltackpt.format.row_blocks import LOSSLESS
@@ -70,7 +70,8 @@ class Timeouts:
     store_secs: float = 60.0
 
     def __post_init__(self) -> None:
-        _check(self)
+        names = (field.name for field in dataclasses.fields(self))
+        _check_positive(self, *names, what="number of seconds", most=threading.TIMEOUT_MAX)
 
 
 def _wrong(options: object, name: str, expected: str) -> OptionError:
@@ -78,44 +79,30 @@ def _wrong(options: object, name: str, expected: str) -> OptionError:
     return OptionError(f"{type(options).__name__}.{name}: expected {expected}, found {found!r}")
 
 
-def _check(options: Any, *others: str) -> None:
-    """Checks the fields of options by their annotations, except some others.
-
-    An int is at least 1, a float is positive. Fields of other types are not checked.
-    """
-    for field in dataclasses.fields(options):
-        name, found = field.name, getattr(options, field.name)
-        kinds = str(field.type).split(" | ")
-        if name in others or (found is None and "None" in kinds):
-            continue
-        of = [globals().get(kind) for kind in kinds if kind != "None"]
-        known = get_args(of[0])
-        number = math.nan if isinstance(found, bool) else found
-        if kinds[0] == "bool":
-            fits, expected = isinstance(found, bool), "True or False"
-        elif kinds[0] == "int":
-            fits, expected = isinstance(number, int) and number >= 1, "at least 1"
-        elif kinds[0] == "float":
-            most, what = math.inf, "number"
-            if name.endswith("_secs"):
-                most, what = threading.TIMEOUT_MAX, "number of seconds"
-            fits = isinstance(number, numbers.Real) and 0 < float(number) <= most
-            expected = f"a positive {what}{'' if most == math.inf else f' of at most {most:g}'}"
-        elif known:
-            fits, expected = found in known, f"one of {known}"
-        else:
-            if all(map(dataclasses.is_dataclass, of)):
-                _check_kind(options, of, " or ".join(kinds), name)
-            continue
-        if not fits:
-            raise _wrong(options, name, expected)
+def _check_known(options: object, **kinds: object) -> None:
+    for name, kind in kinds.items():
+        if getattr(options, name) not in (known := get_args(kind)):
+            raise _wrong(options, name, f"one of {known}")
 
 
-def _check_kind(options: object, kinds: Iterable[Any], expected: str, name: str) -> None:
-    if not isinstance(found := getattr(options, name), tuple(kinds)):
-        raise OptionError(
-            f"{type(options).__name__}.{name}: expected {expected}, found {type(found).__name__}"
-        )
+def _check_positive(
+    options: object, *attributes: str, what: str = "number", most: float = math.inf
+) -> None:
+    for name in attributes:
+        found = getattr(options, name)
+        is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
+        if not (is_number and 0 < float(found) <= most):
+            limit = "" if most == math.inf else f" of at most {most:g}"
+            raise _wrong(options, name, f"a positive {what}{limit}")
+
+
+def _check_kind(options: object, kinds: tuple[type, ...], expected: str, *attributes: str) -> None:
+    for name in attributes:
+        if not isinstance(found := getattr(options, name), kinds):
+            raise OptionError(
+                f"{type(options).__name__}.{name}: expected {expected}, found "
+                f"{type(found).__name__}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +134,8 @@ class DeltaOptions:
     base_snapshot: BaseSnapshot = "hold"
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_known(self, tracking=Tracking, bases=Bases, base_snapshot=BaseSnapshot)
+        _check_kind(self, (bool,), "bool", "tracking_audit")
         if not callable(getattr(self.policy, "decide", None)) or isinstance(self.policy, type):
             raise _wrong(self, "policy", "a base-or-delta policy such as Consecutive()")
 
@@ -174,7 +162,8 @@ class WriteOptions:
     staging_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_known(self, durability=Durability, when_busy=WhenBusy)
+        _check_at_least_one(self, "staging_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +187,7 @@ class Extents:
     def __post_init__(self) -> None:
         block = 4096
         _check_kind(self, _PATH, "a path", "directory")
-        _check(self)
+        _check_at_least_one(self, "nbytes", "extent_bytes")
         if self.extent_bytes < 2 * block or self.extent_bytes % block:
             raise _wrong(self, "extent_bytes", f"a multiple of {block} of at least {2 * block}")
         if self.nbytes < 6 * self.extent_bytes:
@@ -220,7 +209,7 @@ class Copies:
     memory_bytes: int = dataclasses.field(default=8 << 30, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_at_least_one(self, "copies", "memory_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +228,14 @@ class Erasure:
     memory_bytes: int = dataclasses.field(default=8 << 30, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_at_least_one(self, "k", "m", "memory_bytes")
+
+
+def _check_at_least_one(options: object, *attributes: str) -> None:
+    for name in attributes:
+        found = getattr(options, name)
+        if not (isinstance(found, int) and not isinstance(found, bool) and found >= 1):
+            raise _wrong(options, name, "at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,15 +279,23 @@ class Tiers:
     endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_known(self, wait_for=WaitFor)
+        _check_at_least_one(self, "max_staging_bytes", "keep_local")
+        expected = "a deltackpt.tiers.Extents, or None"
+        _check_kind(self, (Extents, type(None)), expected, "extents")
+        expected = "a deltackpt.tiers.Copies or a deltackpt.tiers.Erasure, or None"
+        _check_kind(self, (Copies, Erasure, type(None)), expected, "peers")
         if self.wait_for == "peers" and self.peers is None:
             raise OptionError(
                 "Tiers.wait_for: expected peers to wait for, found none; pass "
                 "peers=Copies(copies=1)"
             )
         _check_kind(self, (*_PATH, type(None)), "a path or None", "staging_dir")
+        _check_kind(self, (bool,), "bool", "shared")
         _check_kind(self, (str, type(None)), "str or NoneType", "endpoint")
         redaction.check_endpoint(self.endpoint)
+        if self.bytes_per_sec is not None:
+            _check_positive(self, "bytes_per_sec", what="number of bytes per second")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -322,7 +326,10 @@ class Background:
             if not (is_some and all(isinstance(cpu, int) and cpu >= 0 for cpu in self.cpus)):
                 raise _wrong(self, "cpus", "at least one CPU number, or None for all")
             object.__setattr__(self, "cpus", frozenset(self.cpus))
-        _check(self)
+        if self.bytes_per_sec is not None:
+            _check_positive(self, "bytes_per_sec", what="number of bytes per second")
+        if self.threads is not None:
+            _check_at_least_one(self, "threads")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -340,7 +347,7 @@ class LocalWal:
     segment_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_at_least_one(self, "segment_bytes")
         _check_kind(self, (*_PATH, type(None)), "a path or None", "directory")
         if self.directory is not None:
             # Epoch headers contain it, and are read from other working directories.
@@ -375,7 +382,7 @@ class KafkaWal:
             raise _wrong(self, "topic", f"up to 249 {allowed}")
         if not callable(self.config):
             kafka.check_config(self.config)
-        _check(self)
+        _check_at_least_one(self, "chunk_bytes")
         if self.chunk_bytes < _LEAST_CHUNK_BYTES:
             raise _wrong(self, "chunk_bytes", f"at least {_LEAST_CHUNK_BYTES}")
 
@@ -416,9 +423,17 @@ class WalOptions:
     max_wal_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_known(self, dense=LoggedDense, when_full=WhenFull, on_failure=OnFailure)
+        _check_at_least_one(self, "dense_every", "buffer_bytes")
+        if not isinstance(self.backend, (LocalWal, KafkaWal)):
+            raise OptionError(
+                "WalOptions.backend: expected a deltackpt.wal.LocalWal or KafkaWal, found "
+                f"{type(self.backend).__name__}; pass e.g. LocalWal(directory='/nvme/log')"
+            )
         if self.codec is not None:
             CodecChoice.from_option(self.codec)
+        _check_positive(self, "max_wal_ratio")
+        _check_positive(self, "deadline_secs", most=threading.TIMEOUT_MAX)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -464,7 +479,8 @@ class Dense:
     max_reference_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
-        _check(self, "max_error")
+        _check_known(self, deltas=DenseDeltas)
+        _check_at_least_one(self, "max_reference_bytes")
         _check_kind(self, (str, Mapping), "str or Mapping", "codec")
         if not all(isinstance(pattern, str) for pattern in self.codec):
             raise _wrong(self, "codec", "globs over leaf paths")
@@ -522,7 +538,17 @@ class ManagerOptions:
     multiprocess: bool = True
 
     def __post_init__(self) -> None:
-        _check(self)
+        for name, (kind, example) in _EXAMPLES.items():
+            found = getattr(self, name)
+            optional = name in ("tiers", "wal")
+            if not (isinstance(found, kind) or (optional and found is None)):
+                raise OptionError(
+                    f"ManagerOptions.{name}: expected a deltackpt.{kind.__name__}"
+                    f"{' or None' if optional else ''}, found {type(found).__name__}; pass e.g. "
+                    f"{name}={kind.__name__}({example})"
+                )
+        _check_known(self, access=Access)
+        _check_kind(self, (bool,), "bool", "multiprocess")
         if not (self.multiprocess or self.read_only):
             raise OptionError(
                 "ManagerOptions.multiprocess: expected True if access is 'write', found False; "
@@ -533,6 +559,8 @@ class ManagerOptions:
             ("save_interval_steps", "save_decision_policy", SaveDecisionPolicy),
         ):
             steps, found = getattr(self, number), getattr(self, policy)
+            if steps is not None:
+                _check_at_least_one(self, number)
             if not (found is None or (isinstance(found, kind) and not isinstance(found, type))):
                 raise OptionError(
                     f"ManagerOptions.{policy}: expected an Orbax {kind.__name__} or None, found "
@@ -560,3 +588,15 @@ class ManagerOptions:
     def alone(self) -> bool:
         """Whether this process ignores the other processes of its job."""
         return not self.multiprocess
+
+
+#: Option to its class, and arguments of an example for errors.
+_EXAMPLES = {
+    "deltas": (DeltaOptions, "bases='compacted'"),
+    "writes": (WriteOptions, "when_busy='skip'"),
+    "dense": (Dense, "deltas='blocks'"),
+    "timeouts": (Timeouts, "save_secs=600"),
+    "tiers": (Tiers, "staging_dir='/dev/shm/run'"),
+    "background": (Background, "threads=1"),
+    "wal": (WalOptions, "dense_every=16"),
+}

@@ -243,9 +243,9 @@ def test_invalid_extents_are_refused_by_name():
     ):
         with pytest.raises(OptionError, match=match):
             Extents(directory="/nowhere", **wrong)
-    with pytest.raises(OptionError, match=r"Tiers.extents: expected Extents or None"):
+    with pytest.raises(OptionError, match=r"Tiers.extents: expected a deltackpt.tiers.Extents"):
         Tiers(extents="/nvme/extents")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(OptionError, match=r"Tiers.peers: expected Copies or Erasure"):
+    with pytest.raises(OptionError, match=r"Tiers.peers: expected a deltackpt.tiers.Copies or"):
         Tiers(peers=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(OptionError, match="peers to wait for"):
         Tiers(wait_for="peers")
