@@ -27,6 +27,7 @@ import pytest
 from golden import make_golden
 from test_compact import run_compaction, write_chain
 
+from deltackpt import inspect
 from deltackpt.errors import (
     Damaged,
     ForeignDirectory,
@@ -38,6 +39,7 @@ from deltackpt.format import manifest, naming
 from deltackpt.format.row_blocks import StoredRows
 from deltackpt.layers.read import LayerReader
 from deltackpt.ledger.directory import Root
+from deltackpt.maintenance import doctor
 from deltackpt.maintenance.verify import RootReport, verify_root
 from deltackpt.reading import chains, inventory, reader, stored_dense
 from deltackpt.storage import digests as integrity
@@ -315,6 +317,11 @@ def test_steps_moved_by_hand_are_found(move, copied, root):
     report = verify_root(root)
     assert not report.intact
     assert "renamed or copied by hand" in report.steps[-1].broken_by[0]
+    listed = inspect.open(root).saves
+    assert [save.step for save in listed] == [one.step for one in report.steps]
+    assert "renamed or copied by hand" in listed[-1].problem
+    problems = [one for one in doctor.examine(root) if one.severity == "problem"]
+    assert any("renamed or copied by hand" in one.found for one in problems)
 
 
 def test_a_step_of_another_run_in_place_of_a_parent_is_found(written, tmp_path):
