@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -41,7 +42,7 @@ from deltackpt.layers.read import LayerReader
 from deltackpt.ledger.directory import Root
 from deltackpt.maintenance import doctor
 from deltackpt.maintenance.verify import RootReport, verify_root
-from deltackpt.reading import chains, inventory, reader, stored_dense
+from deltackpt.reading import chains, inventory, reader, stored_dense, stored_saves
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.store import StorePath
 from deltackpt.testing import stored_chunks
@@ -302,6 +303,20 @@ def test_a_chunk_of_zeros_with_its_own_checksum_is_found(copied):
 
 
 # Chains.
+
+
+def test_the_manifests_of_a_chain_are_not_read_again_for_each_of_its_steps(root):
+    real, read = stored_saves.read_save, collections.Counter()
+
+    def counted(at, item):
+        read[at.name] += 1
+        return real(at, item)
+
+    with mock.patch.object(stored_saves, "read_save", counted):
+        steps = verify_root(root).steps
+    assert len(steps[-1].chain) == 3
+    # To find its table rows, to compare its records, and once for all chains.
+    assert max(read.values()) <= 3
 
 
 @pytest.mark.parametrize(

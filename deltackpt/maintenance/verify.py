@@ -47,6 +47,7 @@ from deltackpt.reading import reader, stored_saves
 from deltackpt.reading.reader import Progress, ProgressMeter
 from deltackpt.reading.shard_arrays import is_of_dense_segment
 from deltackpt.reading.stored_dense import StoredItem
+from deltackpt.reading.stored_saves import StoredSave
 
 if TYPE_CHECKING:
     from deltackpt.options import KafkaWal
@@ -215,6 +216,8 @@ class _Audit:
         self._item = opened.item
         self._steps, self._kept = steps, kept
         self._found: Verified = {} if known is None else known
+        #: The chain of the last step that was checked: that of the next step is mostly the same.
+        self._chain: dict[CommittedSave, StoredSave] = {}
 
     @property
     def reports(self) -> tuple[SaveVerdict, ...]:
@@ -352,7 +355,9 @@ class _Audit:
     def _broken_together(self, step: int, read: Sequence[str], dense: bool) -> list[str]:
         """Saves that make dense leaves of a chain incomplete; the step if an id has two rows."""
         try:
-            saves = [self._found[name][0].read() for name in read]
+            committed = [self._found[name][0] for name in read]
+            self._chain = {save: self._chain.get(save) or save.read() for save in committed}
+            saves = [*self._chain.values()]
             if dense:
                 item = StoredItem(saves)
                 if item.missing and item.base is not None:
