@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import shutil
@@ -38,6 +39,7 @@ from test_follower import BESIDE, grown, wait_until
 from test_follower_wal import FollowedMachine, Trainer, from_storage, logs_of, saved
 from test_ids import Vocabulary
 from test_ids import manager as ids_manager
+from test_runtime import interrupted_at
 from test_wal_invariants import COLLECTOR
 
 import deltackpt
@@ -280,6 +282,21 @@ def test_a_lookup_takes_indices_in_any_order_and_of_any_integer_dtype(trainer, l
             version.lookup("nothing", [0])
     with pytest.raises(ClosedError):
         version.lookup("users", [0])
+
+
+def test_an_interrupted_reader_holds_no_lock(live):
+    def look_up() -> None:
+        with live.version() as version:
+            version.lookup("users", [1])
+
+    with live.version() as version:
+        lock = version._shown.rows.memory.readers
+    for number in itertools.count():
+        is_interrupted = interrupted_at(number, look_up)
+        assert lock._count == 0, number
+        if not is_interrupted:
+            break
+    assert number > 5
 
 
 @pytest.mark.parametrize("first", [0, 300, 2**31 + 5])

@@ -139,24 +139,28 @@ class ReadLock:
         self._descriptor, self._waiting = descriptor, _word(header, 1)
         self._count, self._counting = 0, threading.Lock()
 
-    def acquire(self, end: float) -> bool:
+    def acquire(self, end: float, held: list[ReadLock]) -> bool:
         """Waits until the owner neither changes nor waits, or until ``end`` on the monotonic clock.
 
-        Returns whether this thread may read, until ``release``.
+        Returns whether this thread may read, until ``release``. If so, and even if it is
+        interrupted, the lock is then in the empty list ``held``.
         """
         while True:
             with self._counting:
                 if not self._waiting[0] and (self._count or _flock(self._descriptor, "read")):
+                    # Python runs no signal handler between these two.
                     self._count += 1
+                    held.append(self)
                     return True
             if time.monotonic() >= end:
                 return False
             time.sleep(_RETRY_SECS)
 
-    def release(self) -> None:
-        """Ends what ``acquire`` began."""
+    def release(self, held: list[ReadLock]) -> None:
+        """Ends what ``acquire`` began with the same list, and clears it."""
         with self._counting:
             self._count -= 1
+            held.clear()
             if not self._count:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
