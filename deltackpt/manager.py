@@ -665,7 +665,8 @@ class CheckpointManager:
         invalidates later recovery points.
 
         ``step`` is a step, a recovery point from ``recovery_points()``, or the step of such a
-        point; the other arguments are those of ``restore_latest``.
+        point; the other arguments are those of ``restore_latest``. If the step below a recovery
+        point is damaged, the WAL is replayed onto an older one, with a warning.
 
         Raises:
           OptionError: ``step`` is not a valid step.

@@ -293,6 +293,27 @@ def test_library_code_reads_no_environment_variable_as_a_setting():
     assert read - {"NOT_IMPLEMENTED", "DELTACKPT_NODES_TOKEN"} == OF_SDKS
 
 
+def test_no_condition_is_entered(nodes):
+    """An interrupt inside of ``Condition.__enter__``, which is Python code, leaves it locked."""
+    entered = []
+    for path, found in nodes.items():
+        conditions = {
+            ast.unparse(target)
+            for node in found
+            if isinstance(node, ast.Assign) and "threading.Condition(" in ast.unparse(node.value)
+            for target in node.targets
+        }
+        names = {name.rpartition(".")[2] for name in conditions}
+        entered += [
+            f"{path.name}: {ast.unparse(item.context_expr)}"
+            for node in found
+            if isinstance(node, ast.With)
+            for item in node.items
+            if ast.unparse(item.context_expr).rpartition(".")[2] in names
+        ]
+    assert not entered
+
+
 def test_no_error_is_swallowed(nodes):
     swallowed = [
         f"{path}:{handler.lineno}"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -11,7 +12,9 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import CancelledError
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -289,6 +292,51 @@ def test_reservations_are_returned_after_an_error():
     with memory.reserved(100):
         assert not Reservation(memory).acquire(0, 0.0)
     assert memory.reserved_bytes == 0
+
+
+def interrupted_at(number: int, call: Callable[[], object]) -> bool:
+    """Interrupts a call as the n-th C function inside of it returns; returns whether there is one.
+
+    There, Python runs signal handlers.
+    """
+    left = itertools.count(number, -1)
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        if event == "c_return" and next(left) == 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(interrupt)
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def is_usable(memory: Memory) -> bool:
+    """Whether another thread can use memory, all of which is free."""
+    found: list[bool] = []
+    other = threading.Thread(target=lambda: found.append(memory.fits(100)), daemon=True)
+    other.start()
+    other.join(10)
+    return found == [True] and memory.reserved_bytes == 0
+
+
+def test_an_interrupt_holds_neither_memory_nor_the_lock_that_other_threads_need():
+    def reserve(memory: Memory) -> None:
+        with memory.reserved(10):
+            pass
+
+    for number in itertools.count():
+        memory = Memory(100)
+        is_interrupted = interrupted_at(number, functools.partial(reserve, memory))
+        assert is_usable(memory), number
+        if not is_interrupted:
+            break
+    assert number > 2
 
 
 def test_parts_share_threads_and_have_their_own_memory(runtime):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import hypothesis.strategies as st
 import ml_dtypes
@@ -16,6 +17,7 @@ from test_follower_wal import Trainer
 from deltackpt import serving
 from deltackpt.errors import Damaged, OptionError, PatchMismatch
 from deltackpt.serving import patches
+from deltackpt.serving.attach import SharedVersion
 from deltackpt.serving.patches import Patch
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.int8, np.float64, np.complex128, ml_dtypes.float8_e5m2]
@@ -90,6 +92,16 @@ def example(tmp_path: Path) -> tuple[Path, State]:
     path = tmp_path / "patch.safetensors"
     patches.write(patches.between(before, after, parent="a", save="b"), path)
     return path, before
+
+
+def test_a_file_that_cannot_be_written_leaves_no_temporary_file(tmp_path):
+    path, _ = example(tmp_path)
+    made = patches.read(path)
+    for write in (lambda: patches.write(made, path), lambda: SharedVersion().publish(path)):
+        fault = mock.patch.object(Path, "replace", side_effect=OSError("full"))
+        with fault, pytest.raises(OSError, match="full"):
+            write()
+        assert [*tmp_path.iterdir()] == [path]
 
 
 def test_a_patch_of_another_version_or_other_tensors_changes_nothing(tmp_path):

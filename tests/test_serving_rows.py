@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import shutil
@@ -38,6 +39,7 @@ from test_follower import BESIDE, grown, wait_until
 from test_follower_wal import FollowedMachine, Trainer, from_storage, logs_of, saved
 from test_ids import Vocabulary
 from test_ids import manager as ids_manager
+from test_runtime import interrupted_at
 from test_wal_invariants import COLLECTOR
 
 import deltackpt
@@ -61,7 +63,7 @@ from deltackpt.serving import ChangeBatch, Changes, Live, Version
 from deltackpt.serving import row_changes as changes_module
 from deltackpt.serving import status as status_module
 from deltackpt.serving.row_changes import NO_ROWS
-from deltackpt.serving.rows import Rows
+from deltackpt.serving.rows import Rows, ServedField, ServedTable
 
 #: Guards against hangs only.
 HANG_SECS = 60.0
@@ -280,6 +282,38 @@ def test_a_lookup_takes_indices_in_any_order_and_of_any_integer_dtype(trainer, l
             version.lookup("nothing", [0])
     with pytest.raises(ClosedError):
         version.lookup("users", [0])
+
+
+def test_an_interrupted_reader_holds_no_lock(live):
+    def look_up() -> None:
+        with live.version() as version:
+            version.lookup("users", [1])
+
+    with live.version() as version:
+        lock = version._shown.rows.memory.readers
+    for number in itertools.count():
+        is_interrupted = interrupted_at(number, look_up)
+        assert lock._count == 0, number
+        if not is_interrupted:
+            break
+    assert number > 5
+
+
+@pytest.mark.parametrize("first", [0, 300, 2**31 + 5])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64])
+def test_a_shard_is_looked_up_with_indices_of_a_dtype_too_small_for_its_first_row(first, dtype):
+    held = np.arange(10, 15)
+    table = ServedTable(first + 9, (first, first + 5), {"values": ServedField(0, (), "int64")})
+    rows = Rows(mock.Mock(array=lambda *_: held), {"users": table})
+    asked = [row for row in (3, 120, first + 4, first + 5) if row <= np.iinfo(dtype).max]
+    values, found = rows.gather("users", np.array(asked, dtype))
+    assert found.tolist() == [first <= row < first + 5 for row in asked]
+    assert values.tolist() == [10 + row - first if ok else 0 for row, ok in zip(asked, found)]
+    assert rows.gather("users", [])[0].shape == (0,)
+    inside = [row for row in asked if first <= row < first + 5]
+    assert rows.gather("users", np.array(inside, dtype))[0].tolist() == [
+        10 + row - first for row in inside
+    ]
 
 
 @pytest.mark.parametrize("shards", [1, 3])

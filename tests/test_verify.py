@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -27,6 +28,7 @@ import pytest
 from golden import make_golden
 from test_compact import run_compaction, write_chain
 
+from deltackpt import inspect
 from deltackpt.errors import (
     Damaged,
     ForeignDirectory,
@@ -38,8 +40,9 @@ from deltackpt.format import manifest, naming
 from deltackpt.format.row_blocks import StoredRows
 from deltackpt.layers.read import LayerReader
 from deltackpt.ledger.directory import Root
+from deltackpt.maintenance import doctor
 from deltackpt.maintenance.verify import RootReport, verify_root
-from deltackpt.reading import chains, inventory, reader, stored_dense
+from deltackpt.reading import chains, inventory, reader, stored_dense, stored_saves
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.store import StorePath
 from deltackpt.testing import stored_chunks
@@ -302,6 +305,20 @@ def test_a_chunk_of_zeros_with_its_own_checksum_is_found(copied):
 # Chains.
 
 
+def test_the_manifests_of_a_chain_are_not_read_again_for_each_of_its_steps(root):
+    real, read = stored_saves.read_save, collections.Counter()
+
+    def counted(at, item):
+        read[at.name] += 1
+        return real(at, item)
+
+    with mock.patch.object(stored_saves, "read_save", counted):
+        steps = verify_root(root).steps
+    assert len(steps[-1].chain) == 3
+    # The newest for its format, each to compare its records (twice), and once for all chains.
+    assert max(read.values()) <= 4
+
+
 @pytest.mark.parametrize(
     "move",
     [
@@ -315,6 +332,11 @@ def test_steps_moved_by_hand_are_found(move, copied, root):
     report = verify_root(root)
     assert not report.intact
     assert "renamed or copied by hand" in report.steps[-1].broken_by[0]
+    listed = inspect.open(root).saves
+    assert [save.step for save in listed] == [one.step for one in report.steps]
+    assert "renamed or copied by hand" in listed[-1].problem
+    problems = [one for one in doctor.examine(root) if one.severity == "problem"]
+    assert any("renamed or copied by hand" in one.found for one in problems)
 
 
 def test_a_step_of_another_run_in_place_of_a_parent_is_found(written, tmp_path):

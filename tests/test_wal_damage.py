@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -20,9 +21,10 @@ from test_wal_inspection import HANDLERS, Written, continue_from, manager, segme
 
 import deltackpt
 from deltackpt import events
-from deltackpt.errors import Damaged, DamagedWal, NoIntactStep
+from deltackpt.errors import Damaged, DamagedWal, NoIntactStep, RestoreError
 from deltackpt.format import naming
 from deltackpt.maintenance.verify import verify_root
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.reading.wal_locations import NAME
 from deltackpt.session.restore_choice import RestoreChooser
 from deltackpt.testing import Disk, DiskCall
@@ -111,6 +113,38 @@ def test_damage_to_any_wal_file_loses_nothing_or_is_reported(seed, copy):
         older += assert_restored_or_reported(copy) < copy.newest
         path.write_bytes(intact)
     assert older
+
+
+def restorable_points(root: Path, points: list[RecoveryPoint]) -> dict[RecoveryPoint, bool]:
+    """Whether a reader restores each recovery point."""
+    found, options = {}, deltackpt.ManagerOptions(access="read", multiprocess=False)
+    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as reader:
+        for point in points:
+            try:
+                restored = reader.restore(point, model.initial())
+            except RestoreError:
+                found[point] = False
+            else:
+                found[point] = restored.point == point
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("nobody_removes_steps")
+def test_a_point_is_reported_restorable_exactly_if_it_restores_above_damaged_steps(copy):
+    points = [one.point for one in verify_root(copy.root).points]
+    tried, outcomes = [points[0], points[-1]], set()
+    files = (path for path in sorted(copy.root.glob("[03]/**/*")) if path.is_file())
+    kinds = {(path.parts[-2], path.suffix): path for path in files if path.stat().st_size}
+    for path, how in zip(kinds.values(), itertools.cycle(HOWS)):
+        intact = path.read_bytes()
+        damage(path, how)
+        found = {one.point: one.restorable for one in verify_root(copy.root).points}
+        assert [*found] == points, path
+        assert {one: found[one] for one in tried} == restorable_points(copy.root, tried), path
+        outcomes |= {*found.values()}
+        path.write_bytes(intact)
+    assert outcomes == {True, False}
 
 
 def test_a_damaged_wal_is_read_only_twice_while_its_trainer_commits(copy):

@@ -117,13 +117,14 @@ def _walk(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[list[SaveIn
     # Steps descend along a chain, so the walk ends.
     for save in walk(target, lambda parent: by_dir.get(parent.step_dir)):
         chain.append(save)
-        problem = _own_problem(save) or _parent_problem(save, by_dir)
+        problem = own_problem(save) or _parent_problem(save, by_dir)
         if problem is not None:
             return chain, problem
     return chain, None
 
 
-def _own_problem(save: SaveInfo) -> str | None:
+def own_problem(save: SaveInfo) -> str | None:
+    """Returns why no chain may contain a save; None if its parent decides."""
     if save.step_dir.isdecimal() and int(save.step_dir) != save.save_id.step:
         return (
             f"directory {save.step_dir}: expected a save of step {int(save.step_dir)}, found "

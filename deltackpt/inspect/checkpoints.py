@@ -278,7 +278,7 @@ class Checkpoints:
 
     def _described(self, save: StoredSave, chain_length: int | None, compacted: bool) -> Save:
         head, info = save.head, save.info
-        problem, dense_nbytes, dense_codecs = "", None, set[str]()
+        problem, dense_nbytes, dense_codecs = chain.own_problem(info) or "", None, set[str]()
         try:
             if head.dense_blocks is not None:
                 # Not by ``stored_dense``, whose imports a listing does not need.
@@ -297,7 +297,7 @@ class Checkpoints:
                 figures = table_figures(head.groups, head.tables, segments)
                 self._figures[save] = figures
         except (RestoreError, StorageError) as error:
-            problem = str(error)
+            problem = problem or str(error)
         parent = None if info.parent is None else info.parent.save_id.step
         if chain_length is None:
             problem = problem or (
@@ -305,7 +305,7 @@ class Checkpoints:
                 "broken chain, or is another save"
             )
         return Save(
-            step=info.save_id.step,
+            step=int(save.step_dir.name),
             store_path=save.step_dir,
             kind=info.kind,
             parent=parent,

@@ -47,6 +47,7 @@ from deltackpt.reading import reader, stored_saves
 from deltackpt.reading.reader import Progress, ProgressMeter
 from deltackpt.reading.shard_arrays import is_of_dense_segment
 from deltackpt.reading.stored_dense import StoredItem
+from deltackpt.reading.stored_saves import StoredSave
 
 if TYPE_CHECKING:
     from deltackpt.options import KafkaWal
@@ -179,7 +180,7 @@ def _verified(
     problems = [found for save in audit.reports for found in save.problems]
     notes, file_count = [*audit.notes], sum(save.file_count for save in audit.reports)
     if steps is None:
-        log = verify_wal(opened, audit.restorable(verdicts), audit.meter)
+        log = verify_wal(opened, *audit.rows_intact(verdicts), audit.meter)
         if isinstance(opened, BucketSteps):
             problems[:0] = map(_journal_problem, opened.journal.audit())
         elif isinstance(opened, Root):
@@ -215,6 +216,8 @@ class _Audit:
         self._item = opened.item
         self._steps, self._kept = steps, kept
         self._found: Verified = {} if known is None else known
+        #: The chain of the last step that was checked: that of the next step is mostly the same.
+        self._chain: dict[CommittedSave, StoredSave] = {}
 
     @property
     def reports(self) -> tuple[SaveVerdict, ...]:
@@ -235,10 +238,20 @@ class _Audit:
                 break
         return verdicts
 
-    def restorable(self, verdicts: Iterable[StepVerdict]) -> dict[int, SaveId]:
-        """Returns the save ids of the steps that can be restored, by step."""
-        infos = {one.step: self._found[str(one.step)][2] for one in verdicts if one.restorable}
-        return {step: info.save_id for step, info in infos.items() if info is not None}
+    def rows_intact(
+        self, verdicts: Iterable[StepVerdict]
+    ) -> tuple[dict[int, SaveId], dict[int, SaveId]]:
+        """Returns the save ids of steps with intact rows, and of those with damaged ones, by step.
+
+        A recovery point above a step needs only its rows.
+        """
+        intact, broken = dict[int, SaveId](), dict[int, SaveId]()
+        for one in verdicts:
+            info = self._found[str(one.step)][2]
+            if info is not None:
+                is_intact = one.restorable or self._verdict(one.step, dense=False).restorable
+                (intact if is_intact else broken)[one.step] = info.save_id
+        return intact, broken
 
     def _standing(self) -> Iterator[CommittedSave]:
         """The committed saves that count."""
@@ -296,13 +309,14 @@ class _Audit:
                         pending.append(int(parent.step_dir))
         return needed
 
-    def _verdict(self, step: int) -> StepVerdict:
+    def _verdict(self, step: int, *, dense: bool = True) -> StepVerdict:
+        """Returns whether a step can be restored, or its rows without ``dense`` leaves."""
         _, report, info = self._found[str(step)]
         # These are read even if the save has a compacted base.
         own = tuple(f"{self._item}/{of(0)}" for of in (naming.manifest_name, naming.digests_name))
         if (
             info is None
-            or report.stops("step")
+            or (dense and report.stops("step"))
             or any(
                 problem.stops != "nothing" and problem.object_name.endswith(own)
                 for problem in report.problems
@@ -313,7 +327,7 @@ class _Audit:
         read: list[str] = []
 
         def intact(save: SaveInfo) -> SaveInfo | None:
-            held = self._intact(save, broken)
+            held = self._intact(save, broken, dense)
             if held is None:
                 return None
             name, save = held
@@ -333,23 +347,26 @@ class _Audit:
             except BrokenChain as error:
                 broken.append(str(error).partition("; ")[0])
             else:
-                broken += self._broken_together(step, read[::-1])
+                broken += self._broken_together(step, read[::-1], dense)
                 if not broken:
                     return StepVerdict(step=step, restorable=True, chain=tuple(reversed(read)))
         return StepVerdict(step=step, restorable=False, broken_by=tuple(broken))
 
-    def _broken_together(self, step: int, read: Sequence[str]) -> list[str]:
+    def _broken_together(self, step: int, read: Sequence[str], dense: bool) -> list[str]:
         """Saves that make dense leaves of a chain incomplete; the step if an id has two rows."""
         try:
-            saves = [self._found[name][0].read() for name in read]
-            item = StoredItem(saves)
-            if item.missing and item.base is not None:
-                base = item.base.save
-                if self._has_damaged_item(base.step_dir.name) and not base.compacted:
-                    return [base.step_dir.name]
-            if item.shards and self._has_damaged_dense(oldest := read[-len(item.shards)]):
-                return [oldest]
-            item.check()
+            committed = [self._found[name][0] for name in read]
+            self._chain = {save: self._chain.get(save) or save.read() for save in committed}
+            saves = [*self._chain.values()]
+            if dense:
+                item = StoredItem(saves)
+                if item.missing and item.base is not None:
+                    base = item.base.save
+                    if self._has_damaged_item(base.step_dir.name) and not base.compacted:
+                        return [base.step_dir.name]
+                if item.shards and self._has_damaged_dense(oldest := read[-len(item.shards)]):
+                    return [oldest]
+                item.check()
         except (Damaged, ForeignDirectory) as error:
             self._add(step, error)
             return [str(step)]
@@ -375,12 +392,23 @@ class _Audit:
 
     def _has_damaged_dense(self, name: str) -> bool:
         """Whether dense leaves in the shards of a delta are damaged."""
-        item = f"{name}/{self._item}/"
         return any(
-            problem.stops != "nothing"
-            and problem.object_name.startswith(item)
-            and is_of_dense_segment(problem.object_name.removeprefix(item))
+            problem.stops != "nothing" and self._is_of_dense(name, problem)
             for problem in self._problems(name)
+        )
+
+    def _is_of_dense(self, name: str, problem: Problem) -> bool:
+        """Whether a problem affects only dense leaves in the item of a save."""
+        inside = problem.object_name.removeprefix(f"{name}/{self._item}/")
+        return inside != problem.object_name and (
+            is_of_dense_segment(inside) or inside.startswith(f"{naming.DENSE_ITEM}/")
+        )
+
+    def _breaks_chains(self, report: SaveVerdict, dense: bool) -> bool:
+        """Whether no chain with a save can be read, or none of its rows without ``dense``."""
+        return any(
+            problem.stops == "chain" and (dense or not self._is_of_dense(report.name, problem))
+            for problem in report.problems
         )
 
     def _problems(self, name: str) -> tuple[Problem, ...]:
@@ -408,13 +436,15 @@ class _Audit:
         # It exists but cannot be read: report damage instead of a missing save.
         return SaveInfo(save_id=save_id, kind="base", parent=None, step_dir=step_dir, nbytes=0)
 
-    def _intact(self, info: SaveInfo, broken: list[str]) -> tuple[str, SaveInfo] | None:
+    def _intact(
+        self, info: SaveInfo, broken: list[str], dense: bool
+    ) -> tuple[str, SaveInfo] | None:
         """What a reader uses for a save: its compacted base, or else the save itself."""
         damaged = []
         for name in (f"{naming.COMPACTED}/{info.step_dir}", info.step_dir):
             if name in self._found:
                 _, report, found = self._found[name]
-                if found is None or report.stops("chain"):
+                if found is None or self._breaks_chains(report, dense):
                     damaged.append(name)
                 elif found.save_id == info.save_id:
                     return name, found

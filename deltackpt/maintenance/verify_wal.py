@@ -56,11 +56,16 @@ class PointVerdict:
         return self.step is not None
 
 
-def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: ProgressMeter) -> WalAudit:
-    """Checks the valid epochs of a WAL; ``steps`` are those that can be restored."""
+def verify_wal(
+    opened: Steps,
+    steps: Mapping[int, SaveId],
+    broken: Mapping[int, SaveId],
+    meter: ProgressMeter,
+) -> WalAudit:
+    """Checks the valid epochs of a WAL; ``steps`` are those whose rows are intact, or not."""
     audit = WalAudit(opened, read_wal_state(opened.wal_location), meter)
     audit.verify_epochs()
-    audit.points = audit.verdicts(steps)
+    audit.points = audit.verdicts(steps, broken)
     return audit
 
 
@@ -173,7 +178,9 @@ class WalAudit:
             name = f"{naming.LOG}/{head.epoch}, {point}"
             self._own[point.save_id] = self._add_error(Damaged(name, expected, found))
 
-    def verdicts(self, steps: Mapping[int, SaveId]) -> tuple[PointVerdict, ...]:
+    def verdicts(
+        self, steps: Mapping[int, SaveId], broken: Mapping[int, SaveId]
+    ) -> tuple[PointVerdict, ...]:
         """Returns whether each full recovery point can be restored."""
         index = self._found.index
         if index is None:
@@ -184,6 +191,17 @@ class WalAudit:
         plans, unreached = coverings(index, steps)
         unreached, pending = self._without_pending(index, unreached)
         found = [verdict for one in plans for verdict in self._along(one)]
+        above_broken = {
+            point: f"step {one.plan.step.step} is damaged"
+            for one in coverings(index, broken)[0]
+            for point in one.points
+            if point.full and point in unreached
+        }
+        found += [
+            PointVerdict(point=point, step=None, broken_by=damage)
+            for point, damage in above_broken.items()
+        ]
+        unreached = [point for point in unreached if point not in above_broken]
         if self._trimmed:
             self.notes.append(
                 f"{len(self._trimmed)} WAL records were trimmed while they were verified"

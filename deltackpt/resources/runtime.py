@@ -163,7 +163,9 @@ class Memory:
         self.reserved_bytes = 0
         #: Limit of buffers that are kept without being lent.
         self.max_kept_bytes = limit_bytes
-        self._changed = threading.Condition()
+        # An interrupt inside of ``Condition.__enter__``, which is Python code, leaves it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._kept: list[np.ndarray] = []
         self._lent: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         # Sums over thousands of buffers would take longer than small copies.
@@ -181,13 +183,13 @@ class Memory:
 
     def fits(self, nbytes: int) -> bool:
         """Returns whether buffers of ``nbytes`` in total are available now."""
-        with self._changed:
+        with self._lock:
             return self._lent_bytes + nbytes <= self.limit_bytes
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns an uninitialized buffer; pass it to ``give_back`` after use."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        with self._changed:
+        with self._lock:
             # What any small request gets fits all of them: else each would take a new one.
             most = max(4 * nbytes, 2 * _GRAIN_BYTES)
             fitting = [raw for raw in self._kept if nbytes <= raw.nbytes <= most]
@@ -208,7 +210,7 @@ class Memory:
 
     def give_back(self, arrays: Iterable[object]) -> None:
         """Keeps the buffers among some arrays for later requests; the oldest are freed if full."""
-        with self._changed:
+        with self._lock:
             for _, raw in (self._lent.pop(id(one)) for one in arrays if id(one) in self._lent):
                 self._kept.append(raw)
                 self._lent_bytes -= raw.nbytes
@@ -245,7 +247,7 @@ class Reservation:
         def fits() -> bool:
             return not memory.reserved_bytes or memory.reserved_bytes + nbytes <= memory.limit_bytes
 
-        with memory._changed:
+        with memory._lock:
             if not memory._changed.wait_for(fits, timeout_secs):
                 return False
             # Python runs no signal handler between these assignments.
@@ -256,7 +258,7 @@ class Reservation:
     def release(self) -> None:
         """Ends the reservation. Idempotent."""
         memory = self._memory
-        with memory._changed:
+        with memory._lock:
             memory.reserved_bytes -= self._nbytes
             self._nbytes = 0
             memory._changed.notify_all()

@@ -53,9 +53,8 @@ class SharedVersion:
 
     def publish(self, path: Path) -> None:
         """Writes the address of the description to a file, atomically."""
-        temporary = posix.temporary_beside(path)
-        temporary.write_bytes(records.to_bytes(self._memory.address, _MAGIC))
-        temporary.replace(path)
+        with posix.replacing(path) as temporary:
+            temporary.write_bytes(records.to_bytes(self._memory.address, _MAGIC))
 
     def write(self, shown: PublishedState) -> None:
         """Describes a version instead of the one before."""

@@ -264,7 +264,8 @@ class Live(Versions):
         self._on_device: dict[str, tuple[object, jax.Array]] = {}
         self._tables_on_device: dict[tuple[str, object], DeviceRows] = {}
         self._advancing, self._placing = threading.Lock(), threading.Lock()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if poll_secs is not None:
@@ -323,7 +324,7 @@ class Live(Versions):
           ClosedError: this object was closed while it waited.
         """
         end = time.monotonic() + timeout_secs
-        with self._changed:
+        with self._lock:
             while self._shown is None or self._shown.step < step:
                 if self._closing.is_set():
                     raise ClosedError("serving: expected a version, found the Live closed")
@@ -393,7 +394,7 @@ class Live(Versions):
             after=after,
             batch_rows=batch_rows,
         )
-        with self._changed:
+        with self._lock:
             self._consumers.add(found)
         return found
 
@@ -476,7 +477,7 @@ class Live(Versions):
           OSError: the file cannot be written.
         """
         self._require_tables("share")
-        with self._changed:
+        with self._lock:
             if self._shared is None:
                 self._shared = SharedVersion()
             self._shared.publish(Path(path))
@@ -490,7 +491,7 @@ class Live(Versions):
         changed = self._replica.changes.changed_rows()
         rows, dense = (None, None) if shown is None else (shown.rows, shown.dense)
         newest, behind = 0 if shown is None else shown.number, dict[str, int]()
-        with self._changed:
+        with self._lock:
             for one in self._consumers:
                 versions = max(0, newest - one.completed)
                 behind[one.consumer] = max(versions, behind.get(one.consumer, 0))
@@ -547,7 +548,7 @@ class Live(Versions):
         self._root.close()
         if self._server is not None:
             self._server.close()
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def _require_tables(self, method: str) -> None:
@@ -559,7 +560,7 @@ class Live(Versions):
         shown = self._replica.shown
         if shown is None or shown is self._shown:
             return False
-        with self._changed:
+        with self._lock:
             if self._shared is not None:
                 # Before the rows of the version before can be dropped.
                 self._shared.write(shown)
@@ -579,7 +580,7 @@ class Live(Versions):
     def _wait_for_other(self, number: int, wait_secs: float | None) -> bool:
         """Waits for another version; returns whether there is one."""
         end = None if wait_secs is None else time.monotonic() + wait_secs
-        with self._changed:
+        with self._lock:
             while self._shown is None or self._shown.number == number:
                 left = _CHECK_SECS if end is None else min(_CHECK_SECS, end - time.monotonic())
                 if self._closing.is_set() or left <= 0:
@@ -590,7 +591,7 @@ class Live(Versions):
     def _set_problem(self, problem: DeltackptError | None) -> None:
         if problem is not None and str(problem) != str(self.problem):
             _logger.warning("a newer version cannot be read: %s", problem)
-        with self._changed:
+        with self._lock:
             self.problem = problem
             self._changed.notify_all()
 

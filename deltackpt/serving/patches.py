@@ -166,18 +166,16 @@ def write(patch: Patch, path: str | os.PathLike[str]) -> int:
     }
     # The header has no checksum of its own in the format.
     metadata["crc32c"] = str(_checksum(metadata))
-    temporary = posix.temporary_beside(Path(path))
     stored = {name: _storable(piece) for name, piece in stored.items()}
     # Wide types first, so that each tensor is aligned.
     names = sorted(stored, key=lambda name: (-stored[name].itemsize, name))
     listed = {name: SafetensorsTensor(stored[name].dtype, stored[name].shape) for name in names}
-    with temporary.open("wb") as file:
-        file.write(dtypes.safetensors_header(listed, metadata))
-        for name in names:
-            file.write(_bytes(stored[name]).data)
-    size = temporary.stat().st_size
-    temporary.replace(path)
-    return size
+    with posix.replacing(Path(path)) as temporary:
+        with temporary.open("wb") as file:
+            file.write(dtypes.safetensors_header(listed, metadata))
+            for name in names:
+                file.write(_bytes(stored[name]).data)
+        return temporary.stat().st_size
 
 
 def read(path: str | os.PathLike[str]) -> Patch:

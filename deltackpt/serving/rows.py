@@ -123,7 +123,7 @@ class Rows:
         first, stop = self.tables[name].row_span
         array = self.array(name, slot)
         wanted = np.asarray(rows)
-        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+        if wanted.ndim != 1 or (wanted.size and wanted.dtype.kind not in "iu"):
             raise OptionError(
                 f"table {table!r}: expected row indices as integers in one dimension, found "
                 f"{wanted.dtype.name} of shape {wanted.shape}"
@@ -131,9 +131,11 @@ class Rows:
         found = (wanted >= first) & (wanted < stop)
         if found.all():
             # Without "clip", numpy gathers through a second copy.
-            return np.take(array, wanted - first, axis=0, mode="clip"), found
+            at = wanted.astype(np.int64, copy=False) - first
+            return np.take(array, at, axis=0, mode="clip"), found
         values = np.zeros((len(wanted), *array.shape[1:]), array.dtype)
-        values[found] = array[wanted[found] - first]
+        # The dtype of the indices may be too small for ``first``.
+        values[found] = array[wanted[found].astype(np.int64) - first]
         return values, found
 
     def rows_of(self, table: str, ids: np.ndarray | Sequence[int], sequence: int) -> np.ndarray:

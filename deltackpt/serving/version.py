@@ -19,6 +19,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.serving.leaves import ServedLeaves
 from deltackpt.serving.rows import Rows
+from deltackpt.standby.shared_memory import ReadLock
 
 #: Pause before a reader that met a change looks again.
 _RETRY_SECS = 1e-4
@@ -291,22 +292,23 @@ class Versions(abc.ABC):
     def _opened(self, timeout_secs: float) -> Iterator[PublishedState]:
         """Keeps the newest state from being changed."""
         end = time.monotonic() + timeout_secs
-        while True:
-            shown = self._current(end)
-            readers = None if shown.rows is None else shown.rows.memory.readers
-            if readers is None or readers.acquire(end):
-                if shown.is_current():
-                    break
-                if readers is not None:
-                    readers.release()
-            if time.monotonic() >= end:
-                raise ServiceUnavailable(
-                    f"serving: expected rows that do not change within {timeout_secs:g} s, found "
-                    "that they still do; retry, or wait for the next save"
-                )
-            time.sleep(_RETRY_SECS)
+        held: list[ReadLock] = []
         try:
+            while True:
+                shown = self._current(end)
+                readers = None if shown.rows is None else shown.rows.memory.readers
+                if readers is None or readers.acquire(end, held):
+                    if shown.is_current():
+                        break
+                    if held:
+                        held[0].release(held)
+                if time.monotonic() >= end:
+                    raise ServiceUnavailable(
+                        f"serving: expected rows that do not change within {timeout_secs:g} s, "
+                        "found that they still do; retry, or wait for the next save"
+                    )
+                time.sleep(_RETRY_SECS)
             yield shown
         finally:
-            if readers is not None:
-                readers.release()
+            if held:
+                held[0].release(held)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Collection
 from typing import NamedTuple
 
 from deltackpt.errors import (
@@ -210,6 +211,11 @@ class RestoreChooser:
         steps = run.coordinator.from_process_0("finding the steps of a damaged save", find)
         return [step for step in steps if step not in tried.steps]
 
+    def is_of_wal(self, error: RestoreError) -> bool:
+        """Returns whether any process found damage in the WAL."""
+        own = isinstance(error, DamagedWal)
+        return any(self._run.coordinator.gather("looking for damaged records", own))
+
     def is_gone(self, error: RestoreError, *, is_trimmed: bool = False) -> bool:
         """Returns whether what any process tried to read was removed, or trimmed."""
         own = is_trimmed or isinstance(error, (StepGone, StepNotFound))
@@ -235,14 +241,21 @@ class RestoreChooser:
             )
         return choice
 
-    def find_existing(self, requested: int | RecoveryPoint) -> RestoreChoice | None:
-        """Like ``find_requested``, but returns None if the step or point does not exist."""
+    def find_existing(
+        self, requested: int | RecoveryPoint, damaged: Collection[int] = ()
+    ) -> RestoreChoice | None:
+        """Like ``find_requested``, but returns None if the step or point does not exist.
+
+        A recovery point does not replay onto the ``damaged`` steps.
+        """
         run = self._run
 
         def find() -> _PlainChoice | None:
             if isinstance(requested, int) and requested in {*run.root.steps()}:
                 return requested, None
-            plan = recovery.plan_to(self._index(), run.root.restorable(), requested)
+            steps = run.root.restorable()
+            left = {step: steps[step] for step in steps.keys() - set(damaged)}
+            plan = recovery.plan_to(self._index(), left, requested)
             return None if plan is None else _plain(plan)
 
         return RestoreChoice.from_plain(

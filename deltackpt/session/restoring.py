@@ -224,11 +224,16 @@ class Restorer:
     def _retry_if_replaced(
         self, requested: int | RecoveryPoint, arguments: RestoreArguments
     ) -> Restored:
-        """Reads what was requested; retries if another step replaced the one it replays onto."""
+        """Reads what was requested; retries if another step replaced the one it replays onto.
+
+        A recovery point then replays onto older steps if that one is damaged.
+        """
         choice = self.chooser.find_requested(requested)
+        damaged = set[int]()
         # A step below a recovery point may be removed, and its WAL records trimmed, while a later
         # step makes the point restorable.
         for _ in range(_LISTINGS):
+            began = time.perf_counter()
             try:
                 return self._from_any_copy(
                     choice.step, functools.partial(self._restore, choice, arguments)
@@ -236,7 +241,7 @@ class Restorer:
             except RestoreError as error:
                 if not error.another_step_may_do:
                     raise
-                again = self.chooser.find_existing(requested)
+                again = self.chooser.find_existing(requested, damaged)
                 if again is None:
                     # WAL records that are gone without a later step are lost, not trimmed.
                     newest = self._run.root.newest_step()
@@ -244,7 +249,13 @@ class Restorer:
                     is_gone = self.chooser.is_gone(error, is_trimmed=is_trimmed)
                     if is_gone or self.chooser.is_rolled_back(choice):
                         raise self.chooser.gone_error(requested) from error
-                if again is None or again == choice:
+                elif again == choice and choice.point and not self.chooser.is_of_wal(error):
+                    damaged.add(choice.step)
+                    again = self.chooser.find_existing(requested, damaged)
+                    if again is not None and len(damaged) < _LISTINGS:
+                        self._run.emit_failure("skip", choice.step, error, began)
+                        events.warn(f"step {choice.step} is skipped, it is not intact: {error}")
+                if again is None or again == choice or len(damaged) == _LISTINGS:
                     raise
                 choice = again
         raise self.chooser.gone_error(requested)

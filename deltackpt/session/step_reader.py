@@ -105,7 +105,7 @@ class StepReader:
         """Finds a step, its chain unless a source may provide it, and what is wanted of it.
 
         Checks this process's share of the step's files, unless a source may have them; dense leaves
-        may be checked while they are read.
+        may be checked while they are read. A recovery point needs only the rows of the step.
         """
         run = self.run
         with run.coordinator.together(f"finding step {self.step}"):
@@ -120,7 +120,7 @@ class StepReader:
                 else:
                     self.target = stored_saves.read_save(step_dir, run.item)
                 self._check_template()
-                if self.rows is None and self.source is None:
+                if self.rows is None and self.source is None and self.point is None:
                     self._check_files()
             if self.point is not None:
                 self.plan = self._plan(self.point)
@@ -150,7 +150,7 @@ class StepReader:
 
     def _check_files(self) -> None:
         alone = self._share[1] == 1
-        if self.point is None and self.target.layout.dense:
+        if self.target.layout.dense:
             abstract = None if self.expected is None else self.expected.dense
             self.straight = self.others.straight(self.step, abstract, verify=alone)
         # Several processes share the work.
@@ -184,7 +184,8 @@ class StepReader:
     def _load(self, progress: Progress | None) -> None:
         merged, files = self._from_memory()
         is_complete = self.recorded is not None
-        if files is None and not is_complete and self.rows is None and self.source is not None:
+        is_storage_read = self.rows is None and self.point is None and self.source is not None
+        if files is None and is_storage_read:
             # ``find`` left the checks to the source, but other processes may have read from
             # storage.
             self.run.root.check_step_files(self.target.step_dir)

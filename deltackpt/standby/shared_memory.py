@@ -50,7 +50,8 @@ class Gate:
     """Readers pin the state for a limited time, by number; a writer waits until no pin is left."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         #: For each pin its expiry, and its latest possible expiry, on the monotonic clock.
         self._pins: dict[int, tuple[float, float]] = {}
         self._writing = False
@@ -59,7 +60,7 @@ class Gate:
     def pin(self, timeout_secs: float) -> int | None:
         """Blocks the writer for ``PIN_SECS``; returns None if a change outlasts the timeout."""
         end = time.monotonic() + timeout_secs
-        with self._changed:
+        with self._lock:
             while self._writing or self._impatient():
                 if not self._changed.wait(end - time.monotonic()):
                     return None
@@ -71,7 +72,7 @@ class Gate:
 
     def renew(self, pin: int) -> bool:
         """Extends a pin by ``PIN_SECS`` if allowed; returns False if it has expired."""
-        with self._changed:
+        with self._lock:
             now = time.monotonic()
             end, latest = self._pins.get(pin, (now, now))
             if end <= now:
@@ -81,14 +82,14 @@ class Gate:
 
     def unpin(self, pin: int) -> None:
         """Releases a pin; does nothing if it has expired."""
-        with self._changed:
+        with self._lock:
             self._pins.pop(pin, None)
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Waits until every pin has expired; no new pin starts inside the context."""
-        with self._changed:
+        with self._lock:
             self._waiting_since = time.monotonic()
             while (left := self._pinned_secs()) > 0:
                 self._changed.wait(left)
@@ -96,7 +97,7 @@ class Gate:
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._writing = False
                 self._changed.notify_all()
 
@@ -138,24 +139,28 @@ class ReadLock:
         self._descriptor, self._waiting = descriptor, _word(header, 1)
         self._count, self._counting = 0, threading.Lock()
 
-    def acquire(self, end: float) -> bool:
+    def acquire(self, end: float, held: list[ReadLock]) -> bool:
         """Waits until the owner neither changes nor waits, or until ``end`` on the monotonic clock.
 
-        Returns whether this thread may read, until ``release``.
+        Returns whether this thread may read, until ``release``. If so, and even if it is
+        interrupted, the lock is then in the empty list ``held``.
         """
         while True:
             with self._counting:
                 if not self._waiting[0] and (self._count or _flock(self._descriptor, "read")):
+                    # Python runs no signal handler between these two.
                     self._count += 1
+                    held.append(self)
                     return True
             if time.monotonic() >= end:
                 return False
             time.sleep(_RETRY_SECS)
 
-    def release(self) -> None:
-        """Ends what ``acquire`` began."""
+    def release(self, held: list[ReadLock]) -> None:
+        """Ends what ``acquire`` began with the same list, and clears it."""
         with self._counting:
             self._count -= 1
+            held.clear()
             if not self._count:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 

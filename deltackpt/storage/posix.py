@@ -475,6 +475,18 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path, which is renamed to ``path``, or removed after an error."""
+    temporary = temporary_beside(path)
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def fsync(descriptor: int) -> None:
     """Fsyncs an open descriptor."""
     os.fsync(descriptor)

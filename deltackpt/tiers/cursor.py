@@ -45,7 +45,8 @@ class Trainer:
         self.is_waiting = pipe is None
         self.signals = 0
         self._most_secs = _UNTOLD_SECS if pipe is None else float("inf")
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         if pipe is not None:
             threading.Thread(target=self._listen, args=(pipe,), daemon=True).start()
 
@@ -60,14 +61,14 @@ class Trainer:
 
     def wake(self, *, is_waiting: bool = False) -> None:
         """Wakes all cursors."""
-        with self._changed:
+        with self._lock:
             self.is_waiting = is_waiting
             self.signals += 1
             self._changed.notify_all()
 
     def wait(self, seen: int, secs: float) -> None:
         """Waits for a time, or until there were more than ``seen`` wake-ups."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self.signals > seen, min(secs, self._most_secs))
 
 

@@ -71,7 +71,8 @@ class WalWriter:
         self._segments, self._check, self._process, self._dense = segments, check, process, dense
         self._segment_bytes, self._deadline_secs = segment_bytes, deadline_secs
         self._runtime, self._memory, self._notify = runtime, runtime.memory, notify
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._queue: collections.deque[Batch] = collections.deque()
         self._written: list[Batch] = []
         self._writing: Batch | None = None
@@ -100,7 +101,7 @@ class WalWriter:
 
     def submit(self, batch: Batch, losses: int) -> None:
         """Queues a batch; ``losses`` is the count before any of its rows were determined."""
-        with self._changed:
+        with self._lock:
             self.require_thread()
             if batch.dense is not None:
                 self.dense_bytes = batch.dense.nbytes
@@ -131,23 +132,23 @@ class WalWriter:
 
     def drain_pending(self) -> dict[str, np.ndarray]:
         """Returns and clears table name to rows, ascending, that no durable record contains."""
-        with self._changed:
+        with self._lock:
             return self._pending.drain()
 
     def requeue(self, rows: Mapping[str, np.ndarray]) -> None:
         """Adds rows to the next batch."""
-        with self._changed:
+        with self._lock:
             self._pending.add(rows)
 
     def pop_failure(self) -> WalFailure | None:
         """Returns the failure since the last call, or None."""
-        with self._changed:
+        with self._lock:
             failure, self.failure = self.failure, None
         return failure
 
     def has_failed(self, times: int) -> bool:
         """Returns whether this many batches in a row have failed; a later failure counts again."""
-        with self._changed:
+        with self._lock:
             if self._failures < times:
                 return False
             self._failures = times - 1
@@ -155,12 +156,12 @@ class WalWriter:
 
     def roll(self) -> None:
         """Makes the next submitted batch start a new file."""
-        with self._changed:
+        with self._lock:
             self._roll = True
 
     def wait(self, timeout_secs: float) -> None:
         """Waits until every batch is durable, or has failed."""
-        with self._changed:
+        with self._lock:
             self.require_thread()
             if not self._changed.wait_for(lambda: not self._busy, timeout_secs):
                 raise WaitTimeout(
@@ -176,14 +177,14 @@ class WalWriter:
 
         Records that are not durable by then are abandoned with a warning: their rows are pending.
         """
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
         if thread is None:
             return
         thread.join(self._deadline_secs)
-        with self._changed:
+        with self._lock:
             # An idle thread only has to exit; nothing can be lost.
             if not self._busy or self._is_abandoned:
                 return
@@ -211,7 +212,7 @@ class WalWriter:
     # In the thread.
 
     def _work(self) -> None:
-        with self._changed:
+        with self._lock:
             # An interrupt of its start leaves it unknown: the next ``submit`` starts another.
             if self._thread is not threading.current_thread():
                 return
@@ -219,7 +220,7 @@ class WalWriter:
             self._write_all()
         except Exception as error:
             # Not even the failure of a record could be handled: what is in the files is unknown.
-            with self._changed:
+            with self._lock:
                 self._died, self._busy = error, False
                 lost = self._undurable()
                 self._queue.clear()
@@ -229,7 +230,7 @@ class WalWriter:
 
     def _write_all(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     break
@@ -240,9 +241,9 @@ class WalWriter:
             except Exception as error:
                 self._fail_pending(error)
             finally:
-                with self._changed:
+                with self._lock:
                     self._writing = None
-            with self._changed:
+            with self._lock:
                 # Not if this thread is about to die: a waiting thread must find its error.
                 self._busy = bool(self._queue or self._written)
                 self._changed.notify_all()
@@ -286,7 +287,7 @@ class WalWriter:
         )
 
     def _sync_where_due(self) -> None:
-        with self._changed:
+        with self._lock:
             waits = bool(self._queue)
         unsynced = sum(one.event.bytes_written for one in self._written if one.event)
         if not waits or unsynced >= _UNSYNCED_BYTES:
@@ -319,7 +320,7 @@ class WalWriter:
 
     def _fail_pending(self, error: Exception) -> None:
         """Gives up everything that is not durable; the rows are pending."""
-        with self._changed:
+        with self._lock:
             lost = self._undurable()
             self._queue.clear()
             self._written = []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltackpt import units
-from deltackpt.errors import Damaged, DeltackptError, FormatMismatch
+from deltackpt.errors import BrokenChain, Damaged, DeltackptError, FormatMismatch
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.row_blocks import PLAIN
@@ -19,7 +19,7 @@ from deltackpt.ledger.lease import read_lease, utc
 from deltackpt.ledger.recovery import in_both, losses_of
 from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance.doctor.machine import SCHEME, Finding
-from deltackpt.reading import chains, stored_saves
+from deltackpt.reading import chains
 from deltackpt.reading.stored_dense import StoredItem
 from deltackpt.reading.wal_index import (
     EpochView,
@@ -122,22 +122,23 @@ def _steps_finding(steps: Sequence[int]) -> Finding:
 
 
 def _dense_findings(opened: Steps) -> Iterator[Finding]:
-    """Checks the newest step's manifest, and the block indices of dense leaves; reads no data."""
+    """Checks the newest step's chain, and the block indices of dense leaves; reads no data."""
     newest = opened.newest_step()
     if newest is None:
         return
     at = opened.at(newest)
     try:
-        if stored_saves.read_save(at, opened.item).head.dense_blocks is None:
-            return
-    except (Damaged, FormatMismatch) as error:
+        saves = chains.read_chain(at, opened.item)
+    except (Damaged, FormatMismatch, BrokenChain) as error:
         found, action = f"step {newest}: {error}", "deltackpt verify reports restorable steps"
         yield Finding("newest step", "problem", found, "It cannot be restored.", action)
         return
     except (DeltackptError, OSError):
         return  # Another manager's step, or it was removed.
+    if saves[-1].head.dense_blocks is None:
+        return
     try:
-        item = StoredItem(chains.read_chain(at, opened.item))
+        item = StoredItem(saves)
         shards = [shard for of_save in item.shards for shard in of_save]
         for shard in shards:
             for segment in shard.record.segments:
