@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from dense_states import Loop, assert_exact, opened, own
 from shown import dense_leaves
+from stored_chunks import stored_chunks
 from test_hostile_records import MANIFEST, change
 
 import deltackpt
@@ -25,7 +26,7 @@ from deltackpt.errors import Damaged
 from deltackpt.format.naming import DENSE_ITEM
 from deltackpt.maintenance import verify
 from deltackpt.reading import stored_saves
-from deltackpt.testing import Disk, stored_chunks
+from deltackpt.testing import Disk
 
 WHOLE = deltackpt.Dense()
 BLOCKS = deltackpt.Dense(deltas="blocks")

@@ -165,7 +165,6 @@ SMALL_MODULES = {
     "testing/memory_store.py",
     "testing/node_process.py",
     "testing/states.py",
-    "testing/stored_chunks.py",
 }
 
 

@@ -11,11 +11,12 @@ import model
 import numpy as np
 import pytest
 from flat_options import manager_options
+from stored_chunks import stored_chunks
 
 import deltackpt
 from deltackpt import touched
 from deltackpt.errors import Damaged, NoIntactStep
-from deltackpt.testing import paused_saves, stored_chunks
+from deltackpt.testing import paused_saves
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import pytest
-
-from deltackpt.testing import JournalModel
+from journal_model import JournalModel
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
