@@ -35,7 +35,7 @@ from deltackpt.format.row_blocks import BLOCK, BlockedValue
 from deltackpt.inspect.dense_items import DenseItem
 from deltackpt.reading import chains, dense_state, stored_dense, stored_saves, zarr_arrays
 from deltackpt.reading.dense_state import KnownStates, Wanted
-from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
+from deltackpt.reading.orbax_values import ARRAY_METADATAS, item_values, key_impls
 from deltackpt.reading.stored_dense import DenseValues, shape_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import ReplayPlan
@@ -382,10 +382,11 @@ class LeafReplica(StateHolder[ServedLeaves]):
         if not item_dir.is_dir():
             return None
         identity = save.step_dir.dir_identity()
+        values_of = item_values(item_dir, save.head.files if "step" in save.head.digests else None)
         item = DenseItem(
             item_dir,
+            lambda: values_of,
             (leaf,),
-            digests=save.head.files if "step" in save.head.digests else None,
             exists=lambda: identity is None or identity.same(save.step_dir.dir_identity()),
         )
         stored = item.get(path_name(leaf.path))
