@@ -5,27 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltackpt import units
 from deltackpt.errors import Damaged, DeltackptError, FormatMismatch
 from deltackpt.format import naming
-from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import read_lease, utc
 from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance.doctor.machine import SCHEME, Finding
 from deltackpt.reading import stored_saves
-from deltackpt.reading.wal_index import (
-    EpochView,
-    ReplayPlan,
-    WalReader,
-    WalState,
-    newest_plan,
-    read_wal_state,
-)
+from deltackpt.reading.wal_index import EpochView, WalReader, WalState, read_wal_state
 from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.storage.store import store_path
 
@@ -34,8 +26,6 @@ if TYPE_CHECKING:
 
 #: A lag of a process beyond which a warning is emitted: it delays recovery points.
 _BEHIND_SECS = 60.0
-#: Replaying less than this takes hardly any time.
-_LEAST_BASE_BYTES = 16 << 20
 
 
 def content_findings(
@@ -55,7 +45,6 @@ def content_findings(
     try:
         with contextlib.closing(Root.open(directory, read_only=True)) as opened:
             steps = sorted(opened.steps())
-            known = {step: info.save_id for step, info in opened.saves().items() if info}
             of_newest = [*_newest_step(opened)]
         entries = sorted(os.listdir(path))
     except (DeltackptError, OSError) as error:
@@ -75,7 +64,7 @@ def content_findings(
     with contextlib.ExitStack() as held:
         if wal is not None:
             opened.topics = held.enter_context(contextlib.closing(WalTopics(wal.config)))
-        yield from _wal_findings(opened, known)
+        yield from _wal_findings(opened)
     yield from _lease(path, entries)
 
 
@@ -126,7 +115,7 @@ def _newest_step(opened: Steps) -> Iterator[Finding]:
         return  # Another manager's step, or it was removed.
 
 
-def _wal_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding]:
+def _wal_findings(opened: Steps) -> Iterator[Finding]:
     """Checks the WAL; yields nothing without one."""
     try:
         found = read_wal_state(opened.wal_location)
@@ -150,12 +139,6 @@ def _wal_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Findin
         yield from _places(WalReader(opened.wal_location), view)
     if found.index.views:
         yield from _processes(found.index.views[0])
-    if (plan := newest_plan(found.index, steps)) is not None:
-        try:
-            yield _length(plan)
-        except Damaged as error:
-            text = "The newest recovery point cannot be restored."
-            yield Finding("WAL to replay", "problem", str(error), text)
 
 
 def _summary(found: WalState) -> Finding:
@@ -211,24 +194,6 @@ def _processes(view: EpochView) -> Iterator[Finding]:
             "A recovery point needs the records of all processes; newer ones are lost.",
             "check the disks and program logs of these processes" if late else "",
         )
-
-
-def _length(plan: ReplayPlan) -> Finding:
-    """Compares the bytes that a restore replays with the size of a base."""
-    base = sum(group.rows * group.row_bytes for group in plan.view.head.groups) + sum(
-        value.nbytes
-        for record in plan.last_records.values()
-        if record.dense is not None
-        for value in record.dense.values
-    )
-    return Finding(
-        "WAL to replay",
-        "warning",
-        f"{units.size(plan.nbytes)} from step {plan.step.step} to {plan.point.step}; a base has "
-        f"{units.size(base)}",
-        "A restore reads more WAL than a full base would be.",
-        "save() more often, or lower WalOptions.max_wal_ratio",
-    ).ok_if(plan.nbytes <= max(base, _LEAST_BASE_BYTES))
 
 
 def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
