@@ -38,11 +38,18 @@ _U = TypeVar("_U")
 class FileBatch:
     """New files below one directory; thread-safe except for ``force`` and ``close``."""
 
-    def __init__(self, top: Path, *, fsync: bool, runtime: Runtime | None = None):
+    def __init__(
+        self,
+        top: Path,
+        *,
+        fsync: bool,
+        runtime: Runtime | None = None,
+        descriptors: int | None = None,
+    ):
         """Creates an empty batch, whose digests name files below ``top``.
 
-        Without a ``runtime``, the calling thread fsyncs files, at any rate. At most a quarter of
-        the files that the process may open are open.
+        Without a ``runtime``, the calling thread fsyncs files, at any rate. At most ``descriptors``
+        files are open (default: a quarter of the process's limit).
         """
         self.top = top
         self._runtime = runtime or Runtime(1)
@@ -52,7 +59,7 @@ class FileBatch:
         self.digests: dict[str, Digest] = {}
         self._fsync = fsync
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._budget = max(1, limit // 4)
+        self._budget = descriptors or max(1, limit // 4)
         self._lock = threading.Lock()
         #: Files that are open until they are fsynced, in the order they were written.
         self._open: dict[Path, DirectFile] = {}
