@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import servers
 from damaged_roots import EventHandler
-from stored_chunks import stored_chunks
 
 import deltackpt
 from deltackpt import touched
@@ -26,6 +25,7 @@ from deltackpt.reading import stored_saves
 from deltackpt.session.step_reader import StepReader
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.store import FileStore
+from deltackpt.testing import stored_chunks
 from deltackpt.tiers.copy import copy
 
 _numbers = itertools.count()

@@ -18,7 +18,6 @@ import pytest
 from damages import damage
 from dense_runs import STEPS, by_orbax, restored, run_compaction, written, written_once
 from safetensors.numpy import load_file
-from stored_chunks import stored_chunks
 from test_dense_blocks_trust import EF4, of_segment
 from test_hostile_records import MANIFEST, change
 
@@ -28,6 +27,7 @@ from deltackpt.format import naming
 from deltackpt.maintenance import estimate, gc, verify
 from deltackpt.maintenance.garbage import Retention
 from deltackpt.reading import orbax_values, stored_saves
+from deltackpt.testing import stored_chunks
 from deltackpt.tiers import copy as copying
 
 __all__ = ["written", "written_once"]

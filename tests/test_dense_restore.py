@@ -23,7 +23,6 @@ import servers
 import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from model import commit
-from stored_chunks import stored_chunks
 
 import deltackpt
 from deltackpt import touched
@@ -43,7 +42,7 @@ from deltackpt.state import tables
 from deltackpt.storage import digests, kv_store, ocdbt
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.store import store_path
-from deltackpt.testing import Disk
+from deltackpt.testing import Disk, stored_chunks
 from deltackpt.tiers.copy import copy
 
 P = jax.sharding.PartitionSpec

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from dense_states import Loop, assert_exact, opened, own
 from shown import dense_leaves
-from stored_chunks import stored_chunks
 from test_hostile_records import MANIFEST, change
 
 import deltackpt
@@ -26,7 +25,7 @@ from deltackpt.errors import Damaged
 from deltackpt.format.naming import DENSE_ITEM
 from deltackpt.maintenance import verify
 from deltackpt.reading import stored_saves
-from deltackpt.testing import Disk
+from deltackpt.testing import Disk, stored_chunks
 
 WHOLE = deltackpt.Dense()
 BLOCKS = deltackpt.Dense(deltas="blocks")

@@ -20,9 +20,9 @@ import servers
 from dlrm_jax import data, demo, demo_log, demo_s3, demo_serving, main, model, optimizer, trainer
 from machine import required
 from running import demonstration, journal, kafka_cluster
-from stored_chunks import stored_chunks
 
 import deltackpt
+from deltackpt.testing import stored_chunks
 
 SMALL = ["--scale", "0.005", "--width", "8", "--bottom", "16", "--top", "16", "--batch", "64"]
 

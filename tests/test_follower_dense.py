@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import pytest
-from stored_chunks import stored_chunks
 from test_follower import Trainer, advanced, assert_holds, in_storage, opened
 from test_follower_wal import Source
 
@@ -22,7 +21,7 @@ from deltackpt.maintenance.compact import compact
 from deltackpt.reading import chains, dense_state, stored_dense
 from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.standby.follower import Follower
-from deltackpt.testing import Disk
+from deltackpt.testing import Disk, stored_chunks
 
 CODECS = ["lossless", {"dense/wide": "ef4", "dense/weights": "ef8"}, {"dense/wide": "int8"}]
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 
 import pytest
 from damages import DAMAGES
-from journal_model import JournalModel
 
 from deltackpt import errors
 from deltackpt.format.manifest import ParentRef, SaveId, SaveInfo
@@ -20,7 +19,7 @@ from deltackpt.ledger.entries import CatalogEntry, ObjectKey
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import KEPT_ENTRIES, JournalView, entry_name
 from deltackpt.storage.store import FileStore, StorePath
-from deltackpt.testing import MemoryStore
+from deltackpt.testing import JournalModel, MemoryStore
 
 
 @pytest.fixture(params=["memory", "files"])

@@ -165,6 +165,7 @@ SMALL_MODULES = {
     "testing/memory_store.py",
     "testing/node_process.py",
     "testing/states.py",
+    "testing/stored_chunks.py",
 }
 
 

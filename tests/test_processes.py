@@ -24,11 +24,11 @@ import pytest
 from machine import required
 from many import Answer, Job, Server
 from many_worker import Model
-from stored_chunks import StoredChunk, stored_chunks
 
 import deltackpt
 from deltackpt.maintenance import compact
 from deltackpt.storage import arrays
+from deltackpt.testing import StoredChunk, stored_chunks
 
 PLACE = {"mesh": [2, 2]}
 TURNED = {"mesh": [4, 1], "layout": "turned"}

@@ -16,7 +16,6 @@ import prometheus_client
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from stored_chunks import StoredChunk, stored_chunks
 
 import deltackpt
 from deltackpt import codecs
@@ -34,6 +33,7 @@ from deltackpt.policies import BitWidthPolicy, CodecChoice
 from deltackpt.reading import stored_saves
 from deltackpt.save import capture
 from deltackpt.save.capture import HostPiece
+from deltackpt.testing import StoredChunk, stored_chunks
 
 ROWS, WIDTH = 3000, 16
 LOSSY = ["bf16", "fp16", "int8", "int4", "int3", "int2", "symmetric4", "greedy2", "adaptive3"]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from stored_chunks import stored_chunks
 from test_cli import run
 from test_compact import run_compaction, write_chain
 from test_plots import MadeUp
@@ -23,6 +22,7 @@ from deltackpt import inspect
 from deltackpt.errors import StorageError
 from deltackpt.format import naming
 from deltackpt.inspect import report
+from deltackpt.testing import stored_chunks
 from deltackpt.units import size
 
 

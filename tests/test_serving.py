@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from damages import flip
-from stored_chunks import stored_chunks
 from test_follower import wait_until
 
 import deltackpt
@@ -25,7 +24,7 @@ from deltackpt.errors import ClosedError, Damaged, OptionError, ServiceUnavailab
 from deltackpt.maintenance.compact import compact
 from deltackpt.serving import Live, ServedLeaves
 from deltackpt.storage.store import FileStore
-from deltackpt.testing import Disk
+from deltackpt.testing import Disk, stored_chunks
 from deltackpt.testing.training_run import TrainingRun
 
 #: Guards against hangs only.

@@ -18,7 +18,6 @@ import model
 import numpy as np
 import pytest
 from flax import traverse_util
-from stored_chunks import stored_chunks
 from t5x_setup import (
     OPTIMIZERS,
     RECORD,
@@ -47,6 +46,7 @@ from deltackpt.errors import (
 from deltackpt.integrations import t5x as deltackpt_t5x
 from deltackpt.integrations.t5x.settings import BestByMetric
 from deltackpt.storage import batch, digests
+from deltackpt.testing import stored_chunks
 
 TABLE = "target/token_embedder/embedding"
 

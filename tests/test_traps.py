@@ -11,12 +11,11 @@ import model
 import numpy as np
 import pytest
 from flat_options import manager_options
-from stored_chunks import stored_chunks
 
 import deltackpt
 from deltackpt import touched
 from deltackpt.errors import Damaged, NoIntactStep
-from deltackpt.testing import paused_saves
+from deltackpt.testing import paused_saves, stored_chunks
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 

@@ -25,7 +25,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from golden import make_golden
-from stored_chunks import stored_chunks
 from test_compact import run_compaction, write_chain
 
 from deltackpt.errors import (
@@ -43,6 +42,7 @@ from deltackpt.maintenance.verify import RootReport, verify_root
 from deltackpt.reading import chains, inventory, reader, stored_dense
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.store import StorePath
+from deltackpt.testing import stored_chunks
 
 GOLDEN = Path(make_golden.__file__).parent
 

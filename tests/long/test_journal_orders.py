@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import pytest
-from journal_model import JournalModel
+
+from deltackpt.testing import JournalModel
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
