@@ -24,7 +24,7 @@ from test_hostile_records import MANIFEST, change
 from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged
 from deltackpt.format import naming
-from deltackpt.maintenance import doctor, estimate, gc, verify
+from deltackpt.maintenance import estimate, gc, verify
 from deltackpt.maintenance.garbage import Retention
 from deltackpt.reading import orbax_values, stored_saves
 from deltackpt.testing import stored_chunks
@@ -198,25 +198,6 @@ def test_blocks_with_an_unknown_codec_are_reported(root):
     report = verify.verify_root(root, steps=[3])
     assert not any(one.restorable for one in report.steps)
     assert any("dense.float32.ef4" in str(problem) for problem in report.problems)
-
-
-def test_doctor_checks_what_dense_leaves_build_on(root):
-
-    def reported() -> tuple[str, str]:
-        [found] = [one for one in doctor.examine(root, read_only=True) if "dense" in one.subject]
-        return found.severity, found.found
-
-    severity, found = reported()
-    assert severity == "ok" and "shards of 4 deltas" in found and "from 1/embeddings" in found
-    with without("frozen/0.0"):
-        assert reported()[0] == "problem" and "frozen/0.0" in reported()[1]
-    shutil.move(root / "1/dense", root.with_name("aside"))
-    assert reported()[0] == "problem" and "1/dense" in reported()[1]
-    shutil.move(root.with_name("aside"), root / "1/dense")
-    compacted_alone(root, 4)
-    assert reported()[0] == "ok" and "from compacted/4/embeddings" in reported()[1]
-    shutil.rmtree(root / "5")
-    assert reported()
 
 
 def test_an_estimate_counts_blocks_and_the_item_that_they_build_on(root):

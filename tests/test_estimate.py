@@ -37,7 +37,7 @@ def chunk_bytes(layer_file: Path) -> int:
     layer = LayerReader(StoredBytes(store_path(layer_file)), layer_file.stat().st_size)
     rows = {group.name for group in layer.manifest.row_groups if group.kind == "rows"}
     arrays = [array for array in layer.manifest.arrays if array.row_group in rows]
-    return sum(layer.bytes_of(array, 0, array.shape[0]) for array in arrays)
+    return sum(layer.bytes_of(array) for array in arrays)
 
 
 @pytest.fixture(scope="module")

@@ -241,7 +241,7 @@ def test_plan_and_doctor_inspect_a_bucket(run, server, bucket):
     assert shown.returncode == 0, shown.stderr
     findings = {one.subject: one for one in doctor.examine(url, endpoint=server.endpoint)}
     assert findings["steps"].found == "5 committed, newest 4"
-    assert {findings[name].severity for name in ("bucket", "steps", "leftovers", "claim")} == {"ok"}
+    assert {findings[name].severity for name in ("bucket", "steps", "claim")} == {"ok"}
     assert not [key for key in opened(url, server).keys() if "probe" in key]
     missing = command("doctor", "s3://no-such-bucket/run", "--endpoint", server.endpoint)
     assert missing.returncode == 1

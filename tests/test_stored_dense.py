@@ -174,7 +174,7 @@ class Below:
     def nbytes(self, key: Key) -> int | None:
         return len(self._held[key[1]]) if key[1] in self._held else None
 
-    def fill(self, into, on_filled=None) -> None:
+    def fill(self, into, on_filled=None) -> int:
         def fill(key: Key) -> None:
             out = into[key]
             if self.nbytes(key) != len(out):
@@ -186,6 +186,7 @@ class Below:
 
         with Runtime(3) as runtime:
             runtime.map(fill, into)
+        return sum(map(len, into.values()))
 
 
 def bytes_of(key: str, data: np.ndarray) -> bytes:

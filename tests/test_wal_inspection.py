@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import model
 import numpy as np
@@ -34,7 +33,6 @@ from deltackpt.format.wal_format import EpochHeader, RecordHead
 from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.directory import Root
 from deltackpt.maintenance import doctor
-from deltackpt.maintenance.doctor import contents
 from deltackpt.maintenance.garbage import Retention
 from deltackpt.maintenance.gc import collect, collectable
 from deltackpt.maintenance.verify import verify_root
@@ -601,14 +599,3 @@ def test_the_doctor_finds_a_missing_wal_directory(tmp_path):
     shutil.rmtree(elsewhere)
     finding = by_subject(root)["directory of WAL epoch 0"]
     assert finding.severity == "problem" and "elsewhere" in finding.found
-
-
-def test_the_doctor_finds_gaps_and_long_wals(copy):
-    assert by_subject(copy)["WAL to replay"].severity == "ok"
-    with (
-        mock.patch.object(contents, "_LEAST_BASE_BYTES", 1),
-        mock.patch("deltackpt.format.row_blocks.FieldSpec.row_bytes", 0),
-    ):
-        assert by_subject(copy)["WAL to replay"].severity == "warning"
-    flip(min(copy.glob("log/0/0/*.seg")), 90)
-    assert by_subject(copy)["WAL gaps"].severity == "warning"

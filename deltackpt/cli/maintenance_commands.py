@@ -392,12 +392,12 @@ def doctor(
     """Check DIRECTORY, machine and installation for problems with saves and restores.
 
     For a directory, it checks the file system and its guarantees after a power cut, fsync latency,
-    free space, leftovers of interrupted saves, and the lease. For the machine and installation, it
-    checks memory, huge pages, limits and versions.
+    free space, the newest step, the WAL and the lease. For the machine and installation, it checks
+    memory, huge pages and limits, and lists versions. Damage and leftovers are reported by
+    `deltackpt verify`.
 
-    For a bucket, it checks the journal, leftovers of interrupted uploads, and the claim. It also
-    writes a small temporary object, to check that a conditional write of an existing key is
-    rejected.
+    For a bucket, it checks the journal and the claim. It also writes a small temporary object, to
+    check that a conditional write of an existing key is rejected.
 
     The command writes small files to a temporary directory inside DIRECTORY and removes it. A
     trainer may be running. Neither jax nor Orbax needs to be installed.

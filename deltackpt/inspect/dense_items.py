@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense leaves of a step, read lazily and without Orbax: Orbax's items, and blocks of a chain.
 
-Orbax's data has no checksums. Before the first element is read, all files of the item are therefore
-checked against the step's digests, and again if a file has changed since. Names, shapes and dtypes
-are read without that check. A step that a stock Orbax manager committed has no digests. Leaves
-stored as blocks appear as those of the item that Orbax's handler would have written.
+Orbax's data has no checksums: what is read is checked against the step's digests, and again if a
+file has changed since. A step that a stock Orbax manager committed has no digests. Leaves stored as
+blocks appear as those of the item that Orbax's handler would have written.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -33,12 +32,10 @@ from deltackpt.inspect.listing import Listing
 from deltackpt.lazy_import import ts
 from deltackpt.reading import stored_dense, stored_saves
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
-from deltackpt.reading.stored_dense import DenseShard, DenseValues
+from deltackpt.reading.stored_dense import DenseShard
 from deltackpt.reading.stored_saves import StoredSave
-from deltackpt.storage import digests as storage_digests
 from deltackpt.storage import ocdbt
-from deltackpt.storage.digests import Files
-from deltackpt.storage.kv_store import Reachable, in_memory, reachable
+from deltackpt.storage.kv_store import in_memory
 from deltackpt.storage.store import StorePath, store_path
 from deltackpt.units import count, size
 
@@ -51,6 +48,8 @@ _STRINGS = "_strings.json"
 _EMPTY = re.compile(r"deltackpt:empty:(\w+):([0-9,]+)")
 #: Files that describe the leaves.
 _DESCRIPTIONS = (METADATA, _STRINGS, f"{ARRAY_METADATAS}/")
+#: Names of an array's metadata in Zarr v2 and v3.
+_ARRAY_METADATA = (ocdbt.ZARRAY, "zarr.json")
 #: Orbax's names of leaves without an array; containers are empty ones.
 _WITHOUT_ARRAY = {"None", "Dict", "List", "Tuple", "NamedTuple", "string"}
 
@@ -60,26 +59,35 @@ PLACEHOLDERS = ("None", "empty")
 _NO_ARRAYS = (*PLACEHOLDERS, "string")
 
 
+class ItemSource(Protocol):
+    """An item: arrays as Zarr stores them, and files that describe them. Reads are verified."""
+
+    def files(self, wanted: Callable[[str], bool]) -> Mapping[str, memoryview]:
+        """Returns the wanted files next to the arrays, by name."""
+        ...
+
+    def values(self, wanted: Callable[[str], bool]) -> Mapping[str, memoryview]:
+        """Returns the wanted metadata and chunks of arrays, by key."""
+        ...
+
+
 class DenseItem(Mapping[str, "DenseLeaf"]):
-    """Leaves of an item that Orbax's PyTree handler wrote, by '/'-joined path."""
+    """Leaves of an item of Orbax's PyTree handler, or of a delta's blocks, by '/'-joined path."""
 
     def __init__(
         self,
         item_dir: StorePath | Path,
+        source: Callable[[], ItemSource],
         entries: Sequence[DenseEntry] = (),
         *,
-        digests: Files | None,
         exists: Callable[[], bool],
+        shown: str | None = None,
     ):
-        """Internal: index ``Step.items``; ``digests`` is None if another manager committed it."""
+        """Internal: index ``Step.items``; ``source`` is called for each read."""
         self._dir = store_path(item_dir)
-        self._exists = exists
-        self._digests = digests
-        self._parsed: dict[str, dict[str, Any]] = {}
-        #: Versions of the files when they were checked: all files, or only the descriptions.
-        self._checked: dict[bool, dict[str, Hashable]] = {}
+        self._source, self._exists = source, exists
+        self._shown = shown or f"{self._dir.parent.name}/{self.name}"
         self._paths = {entry.key: path_name(entry.path) for entry in entries}
-        self._copied: Reachable | None = None
 
     @property
     def name(self) -> str:
@@ -109,7 +117,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
                 tuple(str(step["key"]) for step in entry["key_metadata"]): str(
                     entry["value_metadata"]["value_type"]
                 )
-                for entry in self._json(METADATA)["tree_metadata"].values()
+                for entry in self._metadata["tree_metadata"].values()
             }
         names = {key: self._paths.get(key, "/".join(key)) for key in kinds}
         common = collections.Counter(names.values())
@@ -119,6 +127,15 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             name = names[key] if common[names[key]] == 1 else ".".join(key)
             found[name] = DenseLeaf(self, name, key, kind)
         return found
+
+    @cached_property
+    def _metadata(self) -> dict[str, Any]:
+        if METADATA not in self._files:
+            raise ForeignDirectory(
+                f"{self._shown}: expected an item of Orbax's PyTree handler, found no {METADATA}; "
+                "read it with the library that wrote it"
+            )
+        return self._json(METADATA)
 
     def _text(self, key: Sequence[str]) -> str:
         # Orbax uses the keys, joined with ".", as a JSON pointer: if one contains a slash, the
@@ -133,17 +150,14 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     @cached_property
     def _strings(self) -> dict[str, object]:
-        with self._reading():
-            return self._json(_STRINGS) if self._has(_STRINGS) else {}
+        return self._json(_STRINGS) if _STRINGS in self._files else {}
 
     @cached_property
     def _prng_impls(self) -> dict[str, str]:
         """Implementation of each typed PRNG key, by the leaf's keys joined with ``.``."""
         found = {}
-        with self._reading():
-            for name in self._names_in(ARRAY_METADATAS):
-                if not name.startswith(f"{ARRAY_METADATAS}/process_"):
-                    continue
+        for name in self._files:
+            if name.startswith(f"{ARRAY_METADATAS}/process_"):
                 with self._described_by(name):
                     found |= key_impls(self._json(name))
         return found
@@ -157,114 +171,66 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             found = f"{type(error).__name__}: {error}"
             raise Damaged(f"{self._shown}/{name}", "valid Orbax contents", found) from error
 
-    def _read_array(self, key: Sequence[str]) -> np.ndarray:
-        with self._reading():
-            store = self._opened(key, data=True)
-            try:
-                return np.asarray(store.read().result())
-            except ValueError as error:
-                name = f"{self._shown}/{'.'.join(key)}"
-                raise Damaged(name, "an array that can be read", str(error)) from error
-
-    def _opened(self, key: Sequence[str], *, data: bool) -> ts.TensorStore:
-        name, metadata = ".".join(key), self._json(METADATA)
-        with self._detect_removal():
-            kvstore, context = self._stored(name, metadata, data=data)
-            spec = {
-                "driver": "zarr3" if metadata.get("use_zarr3") else "zarr",
-                "kvstore": kvstore,
-                # A lost chunk would read as zeros, unless Orbax was configured to omit such chunks.
-                "fill_missing_data_reads": not metadata.get("store_array_data_equal_to_fill_value"),
-            }
-            try:
-                return ts.open(spec, open=True, read=True, context=context).result()
-            except ValueError as error:
-                raise Damaged(f"{self._shown}/{name}", "an array of Orbax's", str(error)) from error
-
-    def _stored(self, name: str, metadata: Mapping[str, object], *, data: bool) -> Reachable:
-        """An array's folder; if ``data``, everything that its data depends on was verified."""
-        if data:
-            self._check(data=True)
-        spec, context = self._reachable()
-        if metadata.get("use_ocdbt", True):
-            return Reachable({"driver": "ocdbt", "base": spec, "path": f"{name}/"}, context)
-        if ".." in name.split("/"):
-            raise Damaged(f"{self._shown}/{METADATA}", "names of arrays in the item", repr(name))
-        return Reachable({**spec, "path": f"{spec['path']}{name}/"}, context)
-
-    def _reachable(self) -> Reachable:
-        """The item's files, copied once if TensorStore cannot read them in place."""
-        if self._copied is None:
-            with self._detect_removal():
-                found = reachable(self._dir)
-            if found.spec["driver"] != "memory":
-                return found
-            self._copied = found
-        return self._copied
-
-    @property
-    def _shown(self) -> str:
-        return f"{self._dir.parent.name}/{self.name}"
-
-    def _check(self, *, data: bool) -> None:
-        """Checks the files that describe the leaves, or all, again if one has changed."""
-        if self._digests is None:
-            return
-        state = self._dir.versions()
-        if self._checked.get(data) == state:
-            return
-        prefixes = (f"{self.name}/",)
-        if not data:
-            prefixes = tuple(f"{self.name}/{name}" for name in _DESCRIPTIONS)
-        for damage in storage_digests.check_step_files(
-            self._dir.parent, self._digests, wanted=lambda name: name.startswith(prefixes)
-        ):
-            raise damage
-        self._checked[data] = state
-
     def _json(self, name: str) -> dict[str, Any]:
-        if name not in self._parsed:
-            with self._reading():
-                self._parsed[name] = self._read_json(name)
-        return self._parsed[name]
-
-    def _read_json(self, name: str) -> dict[str, Any]:
-        if not self._has(METADATA):
-            self._check_exists()
-            if self._digests is None:
-                raise ForeignDirectory(
-                    f"{self._shown}: expected an item of Orbax's PyTree handler, found no "
-                    f"{METADATA}; read it with the library that wrote it"
-                )
-        self._check(data=False)
         try:
-            return json.loads(self._read(name))
+            return json.loads(bytes(self._files[name]))
         except (ValueError, RecursionError) as error:
             raise Damaged(f"{self._shown}/{name}", "JSON", str(error)) from error
 
-    def _has(self, name: str) -> bool:
-        return (self._dir / name).is_file()
+    @cached_property
+    def _files(self) -> Mapping[str, memoryview]:
+        """The files that describe the leaves."""
+        with self._reading() as source:
+            return source.files(lambda name: name.startswith(_DESCRIPTIONS))
 
-    def _names_in(self, folder: str) -> list[str]:
-        return [f"{folder}/{name}" for name in (self._dir / folder).keys()]
+    @cached_property
+    def _arrays(self) -> Mapping[str, memoryview]:
+        """Zarr's metadata of all arrays."""
+        with self._reading() as source:
+            return source.values(lambda key: key.rpartition("/")[2] in _ARRAY_METADATA)
 
-    def _read(self, name: str) -> bytes:
-        return (self._dir / name).read()
+    def _read_array(self, key: Sequence[str]) -> np.ndarray:
+        name = ".".join(key)
+        with self._reading() as source:
+            stored = source.values(lambda key: key.startswith(f"{name}/"))
+        try:
+            return np.asarray(self._opened(name, stored).read().result())
+        except ValueError as error:
+            shown = f"{self._shown}/{name}"
+            raise Damaged(shown, "an array that can be read", str(error)) from error
 
-    def _check_exists(self) -> None:
-        """Never mixes leaves of another save with the tables of this one."""
-        if not self._exists():
-            raise stored_saves.gone(self._dir.parent, instead="open")
+    def _described(self, key: Sequence[str]) -> ts.TensorStore:
+        """An array without its chunks."""
+        name = ".".join(key)
+        found = (f"{name}/{one}" for one in _ARRAY_METADATA)
+        return self._opened(name, {key: self._arrays[key] for key in found if key in self._arrays})
+
+    def _opened(self, name: str, stored: Mapping[str, memoryview]) -> ts.TensorStore:
+        spec, context = in_memory(stored)
+        spec = {
+            "driver": "zarr3" if self._metadata.get("use_zarr3") else "zarr",
+            "kvstore": {**spec, "path": f"{name}/"},
+            # A lost chunk would read as zeros, unless Orbax was configured to omit such chunks.
+            "fill_missing_data_reads": not self._metadata.get(
+                "store_array_data_equal_to_fill_value"
+            ),
+        }
+        try:
+            return ts.open(spec, open=True, read=True, context=context).result()
+        except ValueError as error:
+            raise Damaged(f"{self._shown}/{name}", "an array of Orbax's", str(error)) from error
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Within, errors become ``StepGone`` if the step was removed, and it must exist after."""
-        with self._detect_removal():
-            yield
-            self._check_exists()
+    def _reading(self) -> Iterator[ItemSource]:
+        """Within, errors become ``StepGone`` if the step was removed, and it must exist after.
 
-    def _detect_removal(self) -> contextlib.AbstractContextManager[None]:
-        return stored_saves.detect_removal(self._dir.parent, exists=self._exists, instead="open")
+        Leaves of another save are never mixed with the tables of this one.
+        """
+        at = self._dir.parent
+        with stored_saves.detect_removal(at, exists=self._exists, instead="open"):
+            yield self._source()
+            if not self._exists():
+                raise stored_saves.gone(at, instead="open")
 
 
 class DenseLeaf:
@@ -363,7 +329,7 @@ class DenseLeaf:
         if self._value_type == "string":
             assert self._empty is not None
             return self._empty.shape, self._empty.dtype
-        store = self._item._opened(self._key, data=False)
+        store = self._item._described(self._key)
         return tuple(store.shape), store.dtype.numpy_dtype
 
 
@@ -387,53 +353,19 @@ def _dtype_text(leaf: DenseLeaf) -> str:
     return leaf.dtype.name if leaf.kind != "key" else f"key<{leaf.prng_impl}>"
 
 
-class DenseOfBlocks(DenseItem):
-    """Leaves of a step or recovery point that layers or WAL records contain, by '/'-joined path."""
+class DecodedItem(NamedTuple):
+    """The dense item of a step or recovery point, whose values layers or WAL records contain."""
 
-    def __init__(
-        self,
-        item_dir: StorePath,
-        saves: Saves,
-        entries: Sequence[DenseEntry],
-        *,
-        exists: Callable[[], bool],
-    ):
-        """Internal: index ``Step.items``."""
-        super().__init__(item_dir, entries, digests={}, exists=exists)
-        self._saves = saves
+    saves: Saves
 
-    @property
-    def _shown(self) -> str:
-        return f"{self._saves.name}/{self.name}"
+    def files(self, wanted: Callable[[str], bool]) -> Mapping[str, memoryview]:
+        """See ``ItemSource``."""
+        found = self.saves.dense(lambda key: False).files
+        return {name: data for name, data in found.items() if wanted(name)}
 
-    @cached_property
-    def _described(self) -> DenseValues:
-        """The item's files, and the metadata of its arrays."""
-        return self._saves.dense(lambda name: name.endswith(f"/{ocdbt.ZARRAY}"))
-
-    def _stored(self, name: str, metadata: Mapping[str, object], *, data: bool) -> Reachable:
-        """The array's values in Orbax's database, in memory; only its metadata without ``data``."""
-        if data:
-            values = self._saves.dense(lambda key: key.startswith(f"{name}/")).values
-        else:
-            key, described = f"{name}/{ocdbt.ZARRAY}", self._described.values
-            values = {key: described[key]} if key in described else {}
-        spec, context = in_memory(values)
-        return Reachable({**spec, "path": f"{name}/"}, context)
-
-    def _check(self, *, data: bool) -> None:
-        """Does nothing: blocks are verified when they are read."""
-
-    def _has(self, name: str) -> bool:
-        return name in self._described.files
-
-    def _names_in(self, folder: str) -> list[str]:
-        return sorted(name for name in self._described.files if name.startswith(f"{folder}/"))
-
-    def _read(self, name: str) -> bytes:
-        if name not in self._described.files:
-            raise Damaged(f"{self._shown}/{name}", "a file of Orbax's", "none")
-        return bytes(self._described.files[name])
+    def values(self, wanted: Callable[[str], bool]) -> Mapping[str, memoryview]:
+        """See ``ItemSource``."""
+        return self.saves.dense(wanted).values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -237,8 +237,10 @@ class Saves:
         return stored_dense.open_values(self.chain, wanted, item_of=self._item_of)
 
     def _item_of(self, save: StoredSave) -> OrbaxValues:
-        """The item of a base, as it was verified."""
-        found = orbax_values.open_values(save)
+        return self.verified(orbax_values.open_values(save))
+
+    def verified(self, found: OrbaxValues) -> OrbaxValues:
+        """Returns the values of the item that were read before, unless a file has changed since."""
         versions = found.at.versions()
         known = self._items.get(found.at)
         if known is None or known[0] != versions:

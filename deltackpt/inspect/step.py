@@ -19,9 +19,9 @@ from deltackpt.format.manifest import TableEntry
 from deltackpt.format.row_blocks import FieldSpec
 from deltackpt.inspect.dense_items import (
     METADATA,
+    DecodedItem,
     DenseItem,
     DenseLeaf,
-    DenseOfBlocks,
     SavedLeaf,
     list_dense,
     list_saved,
@@ -31,6 +31,7 @@ from deltackpt.inspect.descriptions import shape_text
 from deltackpt.inspect.lazy import LazyArray, Saves
 from deltackpt.inspect.listing import Listing
 from deltackpt.reading import stored_saves
+from deltackpt.reading.orbax_values import item_values
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.storage.store import DirIdentity
@@ -233,14 +234,16 @@ class Step:
             return MappingProxyType({name: self._item(name) for name in sorted(found)})
 
     def _item(self, name: str) -> DenseItem:
+        at, head = self._store_path / name, self._own.head
         entries = self._own.layout.dense if name == naming.DENSE_ITEM else ()
-        in_layers = self.point is not None or self._own.head.dense_blocks is not None
-        if name == naming.DENSE_ITEM and in_layers:
-            return DenseOfBlocks(self._store_path / name, self._saves, entries, exists=self._exists)
+        if name == naming.DENSE_ITEM and (self.point is not None or head.dense_blocks is not None):
+            item, shown = DecodedItem(self._saves), f"{self._saves.name}/{name}"
+            return DenseItem(at, lambda: item, entries, exists=self._exists, shown=shown)
+        files = head.files if "step" in head.digests else None
         return DenseItem(
-            self._store_path / name,
+            at,
+            lambda: self._saves.verified(item_values(at, files)),
             entries,
-            digests=self._own.head.files if "step" in self._own.head.digests else None,
             exists=self._exists,
         )
 

@@ -34,8 +34,10 @@ from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.handlers import orbax_dense
 from deltackpt.inspect import DenseItem, DenseLeaf
 from deltackpt.inspect.dense_items import METADATA
+from deltackpt.reading.orbax_values import item_values
 from deltackpt.state import paths, placement, touch_state
 from deltackpt.storage import posix
+from deltackpt.storage.store import store_path
 from deltackpt.tracking.optimizer import TrackState
 
 #: Orbax step names: a number, optionally with leading zeros and a prefix.
@@ -78,7 +80,8 @@ class OrbaxSource:
         path = epath.Path(self.path)
         if template is None:
             found = orbax_dense.from_folder(path, None, self.step or 0)
-            described = DenseItem(self.path, digests=None, exists=self.path.is_dir)
+            item = item_values(store_path(self.path), None)
+            described = DenseItem(self.path, lambda: item, exists=self.path.is_dir)
             return with_numbers(found, described)
         handler = orbax_dense.handler()
         try:

@@ -152,11 +152,9 @@ class LayerReader:
             self._chunks[key] = [Chunk(starts[at], at, at + size, crc) for at, size, crc in places]
         return self._chunks[key]
 
-    def bytes_of(self, array: LayerArray, start: int, stop: int) -> int:
-        """Returns how many bytes are read for elements of an array's first axis."""
-        chunks = self.chunks_of(array)
-        first, last = start // array.chunk_rows, -(-stop // array.chunk_rows)
-        return sum(one.stop - one.start for one in chunks[first:last])
+    def bytes_of(self, array: LayerArray) -> int:
+        """Returns the stored bytes of an array."""
+        return sum(one.stop - one.start for one in self.chunks_of(array))
 
     def read_into(self, array: LayerArray, start: int, stop: int, out: np.ndarray) -> None:
         """Reads elements ``[start, stop)`` of an array's first axis into ``out``, verified.

@@ -73,7 +73,7 @@ def merge_shard(
     number: int,
     *,
     memory_bytes: int,
-    on_bytes: Callable[[int], None] = stored_dense.uncounted,
+    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> MergedShard:
     """Writes one shard of the new base, and fsyncs it; ``on_bytes`` counts merged bytes.
 

@@ -21,11 +21,9 @@ from deltackpt.reading import stored_dense
 from deltackpt.reading.stored_dense import (
     DenseShard,
     DenseValues,
-    OnBytes,
     Room,
     StoredItem,
     new_memory,
-    uncounted,
 )
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import ReplayPlan
@@ -49,14 +47,13 @@ def after(
     wanted: Wanted = everything,
     *,
     room: Room = new_memory,
-    on_bytes: OnBytes = uncounted,
 ) -> DenseValues | None:
     """Returns the dense leaves after further saves, oldest first; None if one has Orbax's item.
 
     ``before`` are the leaves before the first of the saves. ``room`` allocates the values that
-    change; ``on_bytes`` receives the lengths of what is read.
+    change.
     """
-    item = StoredItem(newer, on_bytes=on_bytes)
+    item = StoredItem(newer)
     if item.base is not None:
         return None
     return stored_dense.values_of(item.shards, before, newer[-1].name, wanted, room)
@@ -74,7 +71,6 @@ def at_record(
     wanted: Wanted = everything,
     *,
     room: Room = new_memory,
-    on_bytes: OnBytes = uncounted,
 ) -> DenseValues:
     """Returns the dense leaves of one process at a WAL record; see ``after``.
 
@@ -82,7 +78,7 @@ def at_record(
     """
     layers, before, at = [], None, record
     while at is not None and before is None and at.dense is not None:
-        layers.append([DenseShard(at.arrays, at.dense, at.name, on_bytes)])
+        layers.append([DenseShard(at.arrays, at.dense, at.name)])
         at = _reference(at, records)
         before = None if at is None else known.get(key_of(at))
     if not layers:
@@ -96,7 +92,6 @@ def at_point(
     wanted: Wanted = everything,
     *,
     room: Room = new_memory,
-    on_bytes: OnBytes = uncounted,
 ) -> DenseValues:
     """Returns the dense leaves of a recovery point, of all processes; raises DamagedWal.
 
@@ -112,7 +107,6 @@ def at_point(
                 {} if known is None else known,
                 wanted,
                 room=room,
-                on_bytes=on_bytes,
             )
     if known is not None:
         known.clear()
@@ -121,6 +115,7 @@ def at_point(
     return DenseValues(
         {key: data for piece in pieces for key, data in piece.values.items()},
         {name: data for piece in pieces for name, data in piece.files.items()},
+        bytes_read=sum(piece.bytes_read for piece in pieces),
     )
 
 

@@ -33,8 +33,9 @@ from deltackpt.storage.store import StorePath
 
 #: Folder of an item with files about its arrays.
 ARRAY_METADATAS = "array_metadatas"
+_MANIFEST = "manifest.ocdbt"
 #: Files of the item that the database consists of begin so.
-_OF_DATABASE = ("d/", naming.DENSE_NODES, "ocdbt.process_", "manifest.ocdbt")
+_OF_DATABASE = ("d/", naming.DENSE_NODES, "ocdbt.process_", _MANIFEST)
 #: What one call reads; it stays in the CPU cache until it is summed, and changed by deltas.
 _PIECE_BYTES = 4 << 20
 _READERS = 3
@@ -79,6 +80,15 @@ class OrbaxValues:
         """Returns all keys of the database, and the files next to it."""
         values = self._index.values
         return [*((True, name) for name in self._files), *((False, key) for key in values)]
+
+    def files(self, wanted: Callable[[str], bool]) -> dict[str, memoryview]:
+        """Returns the wanted files next to the database, by name."""
+        return {name: self._file(name) for name in self._files if wanted(name)}
+
+    def values(self, wanted: Callable[[str], bool]) -> dict[str, memoryview]:
+        """Returns the wanted values, by key; without a database, each is a file."""
+        found = self.read([key for key in self.keys() if wanted(key[1])])
+        return {name: data for (_, name), data in found.items()}
 
     def nbytes(self, key: Key) -> int | None:
         """Returns the bytes of a value in the database or directory, or None."""
@@ -162,9 +172,18 @@ class OrbaxValues:
         return None if self._read_digests is None else self._read_digests()
 
     @cached_property
+    def _names(self) -> list[str]:
+        return [*(self.at.keys() if self._expected is None else self._expected)]
+
+    @property
+    def _has_database(self) -> bool:
+        """Whether there is a database: not if all leaves are strings or None, or files of Zarr."""
+        return _MANIFEST in self._names
+
+    @cached_property
     def _files(self) -> list[str]:
-        found = self.at.keys() if self._expected is None else self._expected
-        return [name for name in found if not name.startswith(_OF_DATABASE)]
+        inside = _OF_DATABASE if self._has_database else ()
+        return [name for name in self._names if not name.startswith(inside)]
 
     def _listed(self, name: str, shown: str) -> Digest:
         assert self._expected is not None
@@ -181,8 +200,8 @@ class OrbaxValues:
 
     @cached_property
     def _index(self) -> Index:
-        if not any(name.startswith(_OF_DATABASE) for name in self._expected or _OF_DATABASE):
-            return Index({}, {})  # If all leaves are strings or None, the item has no database.
+        if not self._has_database:
+            return Index({}, {})
         try:
             return ocdbt.index(reachable(self.at))
         except (ValueError, OSError, LookupError) as error:
@@ -375,28 +394,32 @@ def open_values(save: StoredSave) -> OrbaxValues:
         expected = functools.partial(_digests_in, save)
         at = save.item_dir / naming.DENSE_ITEM
         return OrbaxValues(at, expected, f"{save.name}/{naming.DENSE_ITEM}")
-    covered, files = "step" in save.head.digests, save.head.files
-    if save.compacted:  # Its manifest does not cover the step.
-        covered = (save.step_dir / naming.STEP_DIGESTS).is_file()
-        if not covered:
-            own = stored_saves.read_save(save.step_dir, save.item).head
-            covered, files = "step" in own.digests, own.files
-    expected = functools.partial(_digests_of, save.step_dir, files) if covered else None
-    return OrbaxValues(save.step_dir / naming.DENSE_ITEM, expected)
+    own = save
+    # The manifest of a compacted base does not cover the step.
+    if save.compacted and not (save.step_dir / naming.STEP_DIGESTS).is_file():
+        own = stored_saves.read_save(save.step_dir, save.item)
+    covered = own.compacted or "step" in own.head.digests
+    return item_values(save.step_dir / naming.DENSE_ITEM, own.head.files if covered else None)
 
 
-def _digests_of(step_dir: StorePath, files: digests.Files) -> Mapping[str, Digest]:
-    return _of_item(
-        digests.parse_step_digests(lambda name: (step_dir / name).read(), files, step_dir.name)
-    )
+def item_values(item_dir: StorePath, files: digests.Files | None) -> OrbaxValues:
+    """Returns the values of an item; ``files`` is that of the manifest, None without digests."""
+    expected = None if files is None else functools.partial(_digests_of, item_dir, files)
+    return OrbaxValues(item_dir, expected)
+
+
+def _digests_of(item_dir: StorePath, files: digests.Files) -> Mapping[str, Digest]:
+    step_dir = item_dir.parent
+    found = digests.parse_step_digests(lambda name: (step_dir / name).read(), files, step_dir.name)
+    return _of_item(found, item_dir.name)
 
 
 def _digests_in(save: StoredSave) -> Mapping[str, Digest]:
-    return _of_item(digests.read_item_digests(save.item_dir, save.head))
+    return _of_item(digests.read_item_digests(save.item_dir, save.head), naming.DENSE_ITEM)
 
 
-def _of_item(found: Mapping[str, Digest]) -> dict[str, Digest]:
-    prefix = f"{naming.DENSE_ITEM}/"
+def _of_item(found: Mapping[str, Digest], item: str) -> dict[str, Digest]:
+    prefix = f"{item}/"
     return {
         name.removeprefix(prefix): digest
         for name, digest in found.items()

@@ -167,8 +167,9 @@ class LayerArrays:
 
     def files_of(self, segment: Segment) -> dict[str, int]:
         """See ``ZarrArrays``."""
-        stored = (self.bytes_of(segment, entry, 0, entry.shape[0]) for entry in segment.arrays)
-        return {self._file: sum(stored)}
+        held = self.layer.arrays(self._group(segment))
+        names = (entry.name for entry in segment.arrays if entry.name in held)
+        return {self._file: sum(self.layer.bytes_of(held[name]) for name in names)}
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
         """See ``ZarrArrays``."""
@@ -187,11 +188,6 @@ class LayerArrays:
                 name = self.name_of(segment, entry)
                 raise Damaged(name, f"{expected}, as in the record", f"{found}")
         self._checked[segment.name] = group
-
-    def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
-        """Returns how many bytes are read for elements of an array's first axis."""
-        held = self.layer.arrays(self._group(segment)).get(entry.name)
-        return 0 if held is None else self.layer.bytes_of(held, start, stop)
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
         """Returns the row indices in ``[first, stop)`` of a segment without ranges."""

@@ -59,24 +59,19 @@ _CHAIN_BYTES = 4 << 20
 #: Threads that read and decode.
 _READERS = 3
 
-#: Called with the lengths of what is read.
-OnBytes = Callable[[int], None]
-
-
-def uncounted(nbytes: int) -> None:
-    """Ignores the number of bytes read."""
-
 
 class DenseValues(NamedTuple):
     """The dense leaves of a step or recovery point, decoded; see ``Base``.
 
     ``values`` are those of Orbax's database, and ``files`` the files beside it. ``dtypes`` are
-    those of the values that layers contain, ``uint8`` for plain ones.
+    those of the values that layers contain, ``uint8`` for plain ones. ``bytes_read`` is what had to
+    be read for them: arrays before any compression, and ranges of Orbax's files.
     """
 
     values: Mapping[str, memoryview]
     files: Mapping[str, memoryview]
     dtypes: Mapping[Key, str] = MappingProxyType({})
+    bytes_read: int = 0
 
     def items(self) -> Iterator[tuple[Key, memoryview]]:
         """Yields the keys and bytes of all values and files."""
@@ -93,10 +88,11 @@ class DenseValues(NamedTuple):
         found = self.get(key)
         return None if found is None else found.nbytes
 
-    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ignore_range) -> None:
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ignore_range) -> int:
         """See ``BaseItem``; a plan has checked that it has the values."""
         for key, out in into.items():
             out[:] = np.frombuffer(self.get(key) or b"", np.uint8)
+        return 0
 
 
 #: Returns memory for a value, of ``shape_of`` it; padding in it may have any contents.
@@ -115,15 +111,11 @@ def new_memory(value: BlockedValue) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DenseShard:
-    """The dense leaves that one process wrote in a step or a WAL record.
-
-    ``on_bytes`` receives the lengths of what is read.
-    """
+    """The dense leaves that one process wrote in a step or a WAL record."""
 
     arrays: LayerArrays
     record: DenseBlocks
     name: str
-    on_bytes: OnBytes = uncounted
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
         """See ``layers.row_indices.Source``."""
@@ -133,7 +125,6 @@ class DenseShard:
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
         """See ``layers.row_indices.Source``."""
-        self.on_bytes(self.arrays.bytes_of(segment, entry, start, stop))
         self.arrays.read_into(segment, entry, start, stop, out)
 
     def rows(self, segment: Segment) -> Rows:
@@ -142,9 +133,6 @@ class DenseShard:
             rows = row_blocks.rows_of(segment.ranges)
         else:
             rows = self.arrays.row_indices(segment).rows
-            gaps = (entry for entry in segment.arrays if entry.name == naming.GAPS)
-            nbytes = (self.arrays.bytes_of(segment, one, 0, one.shape[0]) for one in gaps)
-            self.on_bytes(sum(nbytes))
         if len(rows) != segment.count:
             raise Damaged(self.name, f"{segment.count} blocks of {segment.name}", f"{len(rows)}")
         total = sum(value.blocks for value in self.record.of_group(segment.group))
@@ -194,18 +182,16 @@ def open_values(
     *,
     item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.open_values,
     room: Room = new_memory,
-    on_bytes: OnBytes = uncounted,
 ) -> DenseValues:
     """Returns the dense item of the last save of a chain, read with ``chains.read_whole``.
 
     ``wanted`` is whether to read the value of a key of the database; files are always read.
     ``item_of`` returns Orbax's item of a base; callers that read a step repeatedly cache it.
-    ``room`` allocates the values of blocks; values of a base have their own memory. ``on_bytes``
-    receives the length of each chunk, or of each value of the base, as it is read.
+    ``room`` allocates the values of blocks; values of a base have their own memory.
     """
 
     def read(saves: Sequence[StoredSave]) -> DenseValues:
-        return StoredItem(saves, item_of, room=room, on_bytes=on_bytes).read(wanted)
+        return StoredItem(saves, item_of, room=room).read(wanted)
 
     return read_whole(saves, read)
 
@@ -227,16 +213,15 @@ class StoredItem:
         item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.open_values,
         *,
         room: Room = new_memory,
-        on_bytes: OnBytes = uncounted,
     ):
         """Reads only the manifests of a chain of ``read_chain``; see ``open_values``."""
         self.shards: list[list[DenseShard]] = []
         self.base: BaseItem | None = None
         for save in reversed(saves):
             if save.head.dense_blocks is None:
-                self.base = BaseItem(save, item_of, on_bytes)
+                self.base = BaseItem(save, item_of)
                 break
-            self.shards.append([*shards(save, on_bytes)])
+            self.shards.append([*shards(save)])
             if not save.needs_older_dense:
                 break
         self._room = room
@@ -287,7 +272,6 @@ class BaseItem:
 
     save: StoredSave
     item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.open_values
-    on_bytes: OnBytes = uncounted
 
     @cached_property
     def item(self) -> OrbaxValues:
@@ -298,8 +282,8 @@ class BaseItem:
         """Returns a value's size in bytes according to the item, or None."""
         return self.item.nbytes(key)
 
-    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ignore_range) -> None:
-        """Reads and verifies values, directly into their destination: (bytes,) uint8.
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ignore_range) -> int:
+        """Reads and verifies values, directly into their destination, (bytes,) uint8; counts bytes.
 
         Several threads may call ``on_filled``, once with each range of bytes that was read, before
         it is verified. The callee may modify the range afterwards. Raises Damaged if a value is
@@ -307,14 +291,13 @@ class BaseItem:
         """
         before = self.item.bytes_read
         self.item.fill(into, on_filled)
-        self.on_bytes(self.item.bytes_read - before)
+        return self.item.bytes_read - before
 
     def all(self, wanted: Callable[[str], bool]) -> DenseValues:
         """Returns all files, and the wanted values."""
         before = self.item.bytes_read
         found = self.item.read([key for key in self.item.keys() if key[0] or wanted(key[1])])
-        self.on_bytes(self.item.bytes_read - before)
-        return _split(found)
+        return _split(found)._replace(bytes_read=self.item.bytes_read - before)
 
 
 #: What is below some layers.
@@ -328,10 +311,10 @@ def listed(save: StoredSave) -> list[BlockedValue]:
     return [value for shard in shards(save) for value in shard.record.values]
 
 
-def shards(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[DenseShard]:
+def shards(save: StoredSave) -> Iterator[DenseShard]:
     """Yields the dense leaves that each process wrote, for a save with them in its layers."""
     for process, arrays, record in save.dense_layers():
-        yield DenseShard(arrays, record, f"{save.name}, process {process}", on_bytes)
+        yield DenseShard(arrays, record, f"{save.name}, process {process}")
 
 
 def values_of(
@@ -347,7 +330,8 @@ def values_of(
     if that is in memory, it is never written. See ``open_values`` for ``wanted`` and ``room``.
     """
     plan = DensePlan.sized(saves, name, lambda key: key[0] or wanted(key[1]), base)
-    return _split(plan.read(room, base))._replace(dtypes=plan.dtypes)
+    found = _split(plan.read(room, base))
+    return found._replace(dtypes=plan.dtypes, bytes_read=plan.bytes_read)
 
 
 class DensePlan:
@@ -355,14 +339,15 @@ class DensePlan:
 
     A chain is everything that the saves change in the same few blocks of a value. One thread
     applies it, oldest save first, while the blocks are in the cache. ``missing`` are the values
-    that the saves do not complete: they are relative to what is below.
+    that the saves do not complete: they are relative to what is below. ``bytes_read`` grows as
+    saves are added and read; see ``DenseValues``.
     """
 
     def __init__(
         self, saves: Sequence[Sequence[DenseShard]], name: str, wanted: Callable[[Key], bool]
     ):
         """Reads row indices of the shards of each save, but no values; ``saves`` newest first."""
-        self._name = name
+        self._name, self.bytes_read = name, 0
         every = (value for shard in saves[0] for value in shard.record.values)
         values = {(value.file, value.key): value for value in every}
         self._values = {key: value for key, value in values.items() if wanted(key)}
@@ -468,10 +453,12 @@ class DensePlan:
                 raise Damaged(self._name, expected, f"{value.dtype}{list(shape_of(value))}")
         for key, (shard, at) in self._plain.items():
             data[key][:] = shard.plain_bytes[at : at + self._values[key].count]
+        plain = {id(shard): shard.plain_bytes.nbytes for shard, _ in self._plain.values()}
         work = {
             (key, number): self._chain(key, found, data[key])
             for (key, number), found in self._chains.items()
         }
+        self.bytes_read += sum(plain.values()) + sum(chain.nbytes for chain in work.values())
 
         def on_filled(key: Key, start: int, stop: int) -> None:
             """Applies the changes to a part of a value while it is in the cache."""
@@ -491,7 +478,7 @@ class DensePlan:
                 for key, value in below.items():
                     data[key].reshape(-1)[value.count :] = np.zeros((), data[key].dtype)
                 into = {key: _bytes_of(value, data[key]) for key, value in below.items()}
-                base.fill(into, on_filled)
+                self.bytes_read += base.fill(into, on_filled)
             merge.run([work.values()], runtime)
 
     def _add(self, save: Sequence[DenseShard], coming: dict[tuple[int, int], Task[Rows]]) -> None:
@@ -519,6 +506,8 @@ class DensePlan:
                     if one.group == group:
                         rows = coming.pop((id(shard), id(one)), None)
                         field = shard.field_of(one)
+                        gaps = (entry for entry in one.arrays if entry.name == naming.GAPS)
+                        self.bytes_read += sum(entry.nbytes for entry in gaps)
                         found.append((field, rows.result() if rows else shard.rows(one)))
                 _check_disjoint(found)
                 for field, rows in found:

@@ -118,7 +118,7 @@ class WalRecord:
     def dense_bytes(self) -> int:
         """Returns the stored bytes of its dense leaves."""
         return sum(
-            self.layer.bytes_of(array, 0, array.shape[0])
+            self.layer.bytes_of(array)
             for array in self.layer.manifest.arrays
             if array.row_group.startswith(row_blocks.SEGMENTS)
         )

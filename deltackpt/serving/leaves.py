@@ -35,7 +35,7 @@ from deltackpt.format.row_blocks import BLOCK, BlockedValue
 from deltackpt.inspect.dense_items import DenseItem
 from deltackpt.reading import chains, dense_state, stored_dense, stored_saves, zarr_arrays
 from deltackpt.reading.dense_state import KnownStates, Wanted
-from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
+from deltackpt.reading.orbax_values import ARRAY_METADATAS, item_values, key_impls
 from deltackpt.reading.stored_dense import DenseValues, shape_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import ReplayPlan
@@ -96,7 +96,8 @@ class ServedLeaves(HeldState, Mapping[str, np.ndarray]):
     Attributes:
       point: the recovery point; None for a step.
       unix_secs: time of the step's commit, or of the recovery point, in seconds since 1970.
-      bytes_read: bytes of stored arrays and values that were read for these leaves.
+      bytes_read: bytes of stored arrays, before any compression, and of Orbax's files that were
+        read for these leaves.
     """
 
     # Values, their Zarr metadata, and Orbax's files; never written.
@@ -273,16 +274,12 @@ class LeafReplica(StateHolder[ServedLeaves]):
         further = chains.since(newest, before.save.save_id, before.layout)
         if not further:
             return None
-        leaves, read = self._chosen(newest.layout), list[int]()
+        leaves = self._chosen(newest.layout)
         try:
             found = dense_state.after(
-                before.stored,
-                further,
-                _wanted(leaves),
-                room=self._buffers.room,
-                on_bytes=read.append,
+                before.stored, further, _wanted(leaves), room=self._buffers.room
             )
-            return found and self._version(newest, leaves, found, before, read, compare=False)
+            return found and self._version(newest, leaves, found, before, compare=False)
         except DamagedWal:
             raise
         except RestoreError as error:
@@ -295,19 +292,15 @@ class LeafReplica(StateHolder[ServedLeaves]):
 
     def _whole(self, newest: StoredSave) -> ServedLeaves:
         chain = chains.read_chain(newest.step_dir, self._item)
-        leaves, read = self._chosen(chain[-1].layout), list[int]()
-        found = stored_dense.open_values(
-            chain, _wanted(leaves), room=self._buffers.room, on_bytes=read.append
-        )
-        return self._version(chain[-1], leaves, found, self.loaded, read)
+        leaves = self._chosen(chain[-1].layout)
+        found = stored_dense.open_values(chain, _wanted(leaves), room=self._buffers.room)
+        return self._version(chain[-1], leaves, found, self.loaded)
 
     def _at_point(self, save: StoredSave, plan: ReplayPlan) -> ServedLeaves:
-        leaves, read = self._chosen(save.layout), list[int]()
-        found = dense_state.at_point(
-            plan, self._known, _wanted(leaves), room=self._buffers.room, on_bytes=read.append
-        )
+        leaves = self._chosen(save.layout)
+        found = dense_state.at_point(plan, self._known, _wanted(leaves), room=self._buffers.room)
         try:
-            return self._version(save, leaves, found, self.loaded, read, plan)
+            return self._version(save, leaves, found, self.loaded, plan)
         except Damaged as error:
             raise DamagedWal.from_damage(error, plan.point.save_id) from error
 
@@ -327,20 +320,21 @@ class LeafReplica(StateHolder[ServedLeaves]):
         leaves: Sequence[DenseEntry],
         found: DenseValues,
         before: ServedLeaves | None,
-        read: list[int],  # Bytes, by the threads that read.
         plan: ReplayPlan | None = None,
         *,
         compare: bool = True,
     ) -> ServedLeaves:
         """Makes a version from values, which share memory with equal ones before if compared."""
         values, numbers, accepts_deltas = dict(found.values), dict[str, int](), True
+        bytes_read = found.bytes_read
         arrays: dict[DenseEntry, ZarrArray] = {}
         for leaf in leaves:
             name = name_of(leaf)
             array = _described(name, values.get(f"{name}/{ZARRAY}"), save.name)
             if array is None and plan is None:
-                array = self._by_orbax(save, leaf, values, read)
-                accepts_deltas = accepts_deltas and array is None
+                array = self._by_orbax(save, leaf, values)
+                if array is not None:
+                    accepts_deltas, bytes_read = False, bytes_read + array.chunk_bytes
             if array is None:
                 continue
             arrays[leaf] = array
@@ -371,28 +365,28 @@ class LeafReplica(StateHolder[ServedLeaves]):
             entries=arrays,
             accepts_deltas=accepts_deltas,
             unix_secs=committed_secs(save) if plan is None else plan.point.unix_secs,
-            bytes_read=sum(read),
+            bytes_read=bytes_read,
         )
 
     def _by_orbax(
-        self, save: StoredSave, leaf: DenseEntry, values: dict[str, memoryview], read: list[int]
+        self, save: StoredSave, leaf: DenseEntry, values: dict[str, memoryview]
     ) -> ZarrArray | None:
         """Reads an array in another format of Orbax's; None if it has no elements."""
         item_dir = save.step_dir / naming.DENSE_ITEM
         if not item_dir.is_dir():
             return None
         identity = save.step_dir.dir_identity()
+        values_of = item_values(item_dir, save.head.files if "step" in save.head.digests else None)
         item = DenseItem(
             item_dir,
+            lambda: values_of,
             (leaf,),
-            digests=save.head.files if "step" in save.head.digests else None,
             exists=lambda: identity is None or identity.same(save.step_dir.dir_identity()),
         )
         stored = item.get(path_name(leaf.path))
         if stored is None or stored.kind not in _ARRAYS or 0 in stored.shape:
             return None
         found = np.asarray(stored, order="C")
-        read.append(found.nbytes)
         array = ZarrArray(name_of(leaf), found.shape, found.shape, found.dtype)
         [key] = array.keys([array.whole])
         values[key] = found.reshape(-1).view(np.uint8).data

@@ -1,35 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of a directory's contents: steps, leftovers, lease, dense leaves, write-ahead log."""
+"""Findings of a directory's contents: the newest step, the write-ahead log, the lease."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltackpt import units
 from deltackpt.errors import BrokenChain, Damaged, DeltackptError, FormatMismatch
 from deltackpt.format import naming
-from deltackpt.format.manifest import SaveId
-from deltackpt.format.row_blocks import PLAIN
-from deltackpt.ledger.directory import Root, is_leftover
+from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import read_lease, utc
-from deltackpt.ledger.recovery import in_both, losses_of
 from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance.doctor.machine import SCHEME, Finding
 from deltackpt.reading import chains
-from deltackpt.reading.stored_dense import StoredItem
-from deltackpt.reading.wal_index import (
-    EpochView,
-    ReplayPlan,
-    WalIndex,
-    WalReader,
-    WalState,
-    newest_plan,
-    read_wal_state,
-)
+from deltackpt.reading.wal_index import EpochView, WalReader, WalState, read_wal_state
 from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.storage.store import store_path
 
@@ -38,14 +26,12 @@ if TYPE_CHECKING:
 
 #: A lag of a process beyond which a warning is emitted: it delays recovery points.
 _BEHIND_SECS = 60.0
-#: Replaying less than this takes hardly any time.
-_LEAST_BASE_BYTES = 16 << 20
 
 
 def content_findings(
     directory: str, read_only: bool, wal: KafkaWal | None = None
 ) -> Iterator[Finding]:
-    """Checks the steps of a directory, its WAL, leftovers and lease."""
+    """Checks the newest step of a directory, its WAL and its lease."""
     path = Path(os.path.expanduser(directory)).absolute()
     if not SCHEME.match(directory) and not path.exists():
         yield Finding(
@@ -59,8 +45,7 @@ def content_findings(
     try:
         with contextlib.closing(Root.open(directory, read_only=True)) as opened:
             steps = sorted(opened.steps())
-            known = {step: info.save_id for step, info in opened.saves().items() if info}
-            of_dense = [*_dense_findings(opened)]
+            of_newest = [*_newest_step(opened)]
         entries = sorted(os.listdir(path))
     except (DeltackptError, OSError) as error:
         meaning = "Trainers and readers cannot open it."
@@ -75,12 +60,11 @@ def content_findings(
         "check its owner and permissions, or run this as the trainer",
     ).ok_if(writable)
     yield _steps_finding(steps)
-    yield from of_dense
+    yield from of_newest
     with contextlib.ExitStack() as held:
         if wal is not None:
             opened.topics = held.enter_context(contextlib.closing(WalTopics(wal.config)))
-        yield from _wal_findings(opened, known)
-    yield from _leftovers(path, entries)
+        yield from _wal_findings(opened)
     yield from _lease(path, entries)
 
 
@@ -96,7 +80,6 @@ def bucket_findings(url: str, read_only: bool, endpoint: str | None = None) -> I
         state = journal.state()
         if not state.entry.number:
             refuse_foreign(root)
-        left = journal.find_leftovers(state)
         if not read_only:
             buckets.probe(root)
     except (DeltackptError, OSError) as error:
@@ -109,9 +92,6 @@ def bucket_findings(url: str, read_only: bool, endpoint: str | None = None) -> I
         meaning = "An object of the bucket was removed or altered: find out what did this."
         yield Finding("journal", "problem", str(problem), meaning)
     yield _steps_finding([*state.steps])
-    count = sum(map(len, left.values()))
-    found = f"{count} objects of {len(left)} interrupted uploads" if left else "none"
-    yield Finding("leftovers", "note", found, "The next trainer deletes them.").ok_if(not left)
     found = "no trainer has used this bucket" if state.claim is None else str(state.claim.lease)
     yield Finding("claim", "ok", found)
 
@@ -121,50 +101,21 @@ def _steps_finding(steps: Sequence[int]) -> Finding:
     return Finding("steps", "ok", f"{len(steps)} committed{newest}")
 
 
-def _dense_findings(opened: Steps) -> Iterator[Finding]:
-    """Checks the newest step's chain, and the block indices of dense leaves; reads no data."""
+def _newest_step(opened: Steps) -> Iterator[Finding]:
+    """Checks the manifests of the newest step's chain."""
     newest = opened.newest_step()
     if newest is None:
         return
-    at = opened.at(newest)
     try:
-        saves = chains.read_chain(at, opened.item)
+        chains.read_chain(opened.at(newest), opened.item)
     except (Damaged, FormatMismatch, BrokenChain) as error:
         found, action = f"step {newest}: {error}", "deltackpt verify reports restorable steps"
         yield Finding("newest step", "problem", found, "It cannot be restored.", action)
-        return
     except (DeltackptError, OSError):
         return  # Another manager's step, or it was removed.
-    if saves[-1].head.dense_blocks is None:
-        return
-    try:
-        item = StoredItem(saves)
-        shards = [shard for of_save in item.shards for shard in of_save]
-        for shard in shards:
-            for segment in shard.record.segments:
-                if segment.group != PLAIN:
-                    shard.field_of(segment)
-        item.check()
-    except (DeltackptError, OSError) as error:
-        yield Finding(
-            "dense leaves",
-            "problem",
-            f"step {newest}: {error}",
-            "Its dense leaves, and those of deltas that depend on it, cannot be restored.",
-            "deltackpt verify reports restorable steps; the next base starts a new chain",
-        )
-        return
-    nbytes = sum(shard.record.nbytes for shard in shards)
-    where = f", and the rest from {item.base.save.name}" if item.base and item.missing else ""
-    yield Finding(
-        "dense leaves",
-        "ok",
-        f"step {newest} stores them in the shards of {units.count(len(item.shards), 'delta')}, "
-        f"{units.size(nbytes)} before compression{where}",
-    )
 
 
-def _wal_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding]:
+def _wal_findings(opened: Steps) -> Iterator[Finding]:
     """Checks the WAL; yields nothing without one."""
     try:
         found = read_wal_state(opened.wal_location)
@@ -188,13 +139,6 @@ def _wal_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Findin
         yield from _places(WalReader(opened.wal_location), view)
     if found.index.views:
         yield from _processes(found.index.views[0])
-        yield from _gaps(opened, found.index)
-    if (plan := newest_plan(found.index, steps)) is not None:
-        try:
-            yield _length(plan)
-        except Damaged as error:
-            text = "The newest recovery point cannot be restored."
-            yield Finding("WAL to replay", "problem", str(error), text)
 
 
 def _summary(found: WalState) -> Finding:
@@ -250,73 +194,6 @@ def _processes(view: EpochView) -> Iterator[Finding]:
             "A recovery point needs the records of all processes; newer ones are lost.",
             "check the disks and program logs of these processes" if late else "",
         )
-
-
-def _gaps(opened: Steps, index: WalIndex) -> Iterator[Finding]:
-    """Checks for missing or altered records, except for a torn end."""
-    if found := losses_of(opened, index, max(opened.steps(), default=-1)):
-        again = WalReader(opened.wal_location).read()
-        found = in_both(found, losses_of(opened, again, max(opened.steps(), default=-1)))
-    if found:
-        yield Finding(
-            "WAL gaps",
-            "warning",
-            f"{len(found)}, the first: {found[0].error}",
-            "Recovery points after a gap cannot be restored from a step before it.",
-            "run deltackpt verify to list them; save a step, which needs no WAL",
-        )
-
-
-def _length(plan: ReplayPlan) -> Finding:
-    """Compares the bytes that a restore replays with the size of a base."""
-    base = sum(group.rows * group.row_bytes for group in plan.view.head.groups) + sum(
-        value.nbytes
-        for record in plan.last_records.values()
-        if record.dense is not None
-        for value in record.dense.values
-    )
-    return Finding(
-        "WAL to replay",
-        "warning",
-        f"{units.size(plan.nbytes)} from step {plan.step.step} to {plan.point.step}; a base has "
-        f"{units.size(base)}",
-        "A restore reads more WAL than a full base would be.",
-        "save() more often, or lower WalOptions.max_wal_ratio",
-    ).ok_if(plan.nbytes <= max(base, _LEAST_BASE_BYTES))
-
-
-def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
-    left = [path / name for name in entries if is_leftover(name)]
-    for subject, found, meaning, action in (
-        (
-            "unfinished steps",
-            [one for one in left if not one.name.startswith(naming.REMOVED)],
-            "A save in flight, or an interrupted one; readers ignore it.",
-            "none: the next trainer that opens the directory removes leftovers",
-        ),
-        (
-            "moved-aside steps",
-            sorted(path.glob(f"{naming.ROLLED_BACK}/*/[0-9]*")),
-            "Steps after the one from which training resumed. They use space.",
-            "if they are not needed: deltackpt gc --rolled-back",
-        ),
-        (
-            "deleted steps",
-            [one for one in left if one.name.startswith(naming.REMOVED)],
-            "Retention has deleted them; their files are being removed.",
-            "none: this trainer, or the next one, removes them",
-        ),
-        (
-            "unfinished compactions",
-            [p for p in path.glob(f"{naming.COMPACTED}/*") if naming.is_compaction(p.name)],
-            "A compaction in progress, or an interrupted one.",
-            "none: the next compaction removes leftovers",
-        ),
-    ):
-        if found:
-            shown = ", ".join(entry.name for entry in found[:5])
-            text = f"{len(found)}: {shown}{', ...' if len(found) > 5 else ''}"
-            yield Finding(subject, "note", text, meaning, action)
 
 
 def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
