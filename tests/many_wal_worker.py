@@ -155,20 +155,6 @@ class Logger(Worker):
 
         StepReader._load = load
 
-    def run_until_told(self, at_most: int) -> dict[str, Any]:
-        """Trains and appends until a failure is reported."""
-        while self._step < at_most:
-            self.run_on(self._step + 1)
-            self._manager.wait_appended()
-            failed = self.told()["events"]
-            if failed:
-                return {
-                    "code": failed[0]["code"],
-                    "message": failed[0]["message"],
-                    "step": self._step,
-                }
-        return {"code": None}
-
     def wait_failed(self) -> None:
         """Waits until a batch has failed."""
         writer = self._manager._recorder._writer

@@ -43,7 +43,6 @@ from deltackpt import manager, touched
 from deltackpt.handlers import orbax_dense
 from deltackpt.ledger.directory import Root
 from deltackpt.options import Extents, Tiers, Timeouts
-from deltackpt.reading.stored_saves import StoredShard
 from deltackpt.resources import runtime
 from deltackpt.restore import placing
 from deltackpt.save import commit, exits, pending_save
@@ -387,12 +386,6 @@ class Worker:
             event_handlers=event_handlers,
         )
 
-    def gather(self, sizes: list[int]) -> dict[str, Any]:
-        """Gathers strings through the manager's coordinator; returns their lengths."""
-        coordinator = self._manager._run.coordinator
-        gathered = (coordinator.gather("x", "x" * (size + coordinator.index)) for size in sizes)
-        return {"sizes": [[len(one) for one in found] for found in gathered]}
-
     def limit(self, processes_secs: float) -> None:
         """Changes the timeout for other processes from the next save on."""
         timeouts = dataclasses.replace(
@@ -450,12 +443,6 @@ class Worker:
 
         self._state["dense"] = jax.tree.map(altered, self._state["dense"])
 
-    def look(self, step: int) -> dict[str, Any]:
-        """Restores a step, but keeps the state in memory."""
-        template = self._place.template(self._model.at(step))
-        found = self._manager.restore(step, template)
-        return {"wrong": difference(found.state, self._model.at(step))}
-
     def hide_marks(self) -> None:
         """Stops passing a TouchState."""
         self._hides_marks = True
@@ -468,10 +455,6 @@ class Worker:
         """Returns what the next save would be."""
         decision = self._manager.next_save(self._state, touched=self._given())
         return dataclasses.asdict(decision)
-
-    def verify_tracking(self) -> None:
-        """Checks that every changed row is marked."""
-        self._manager.verify_tracking(self._state, touched=self._given())
 
     def save(self, **arguments: Any) -> dict[str, Any]:
         """Saves the state."""
@@ -825,9 +808,7 @@ POINTS: dict[str, Point] = {
     "checking the options": _before(runtime.Runtime, "__init__"),
     "the end of a start": _after(manager, "Saver"),
     "snapshot": _before(pending_save, "capture"),
-    "listing steps": _before(Root, "steps"),
     "writing orders": _before(StagingDir, "order"),
-    "reading arrays": _before(StoredShard, "read_into"),
     "reading dense leaves": _before(step_reader.StepReader, "_read_dense"),
     "reading through Orbax": _before(orbax_dense, "from_folder"),
     "reading notes": _before(ocp.JsonCheckpointHandler, "restore"),

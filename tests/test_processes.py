@@ -184,17 +184,6 @@ def assert_counts(
         assert count == rows[table.removeprefix("tables/")] * times.get(table, 1), (name, reports)
 
 
-def test_a_process_reports_the_rows_of_its_own_shards(server, tmp_path):
-    model = Model(reach=0.5)
-    with running(server, tmp_path, steps=1, model=model) as job:
-        # All changed rows of this table are in the shards of process 0.
-        _, reports = saved(job, 1)
-        field = "tables/rows:values"
-        assert [report["tables"].get(field, 0) for report in reports] == [model.batch, 0]
-        assert reports[0]["bytes"] > reports[1]["bytes"]
-    assert_read_alone(tmp_path / "root", 1, model)
-
-
 def test_processes_find_the_rows_that_changed_without_marks(server, tmp_path):
     model = Model()
     with running(server, tmp_path, steps=1, tracking="fingerprints") as job:
@@ -248,17 +237,6 @@ def test_policies_decide_the_same_on_every_process(server, tmp_path):
                 kinds.append(answer["kind"])
             assert_each_restores(job, len(kinds) - 1, PLACE)
             job.all("close")
-
-
-def test_retention_keeps_whole_chains_on_behalf_of_every_process(server, tmp_path):
-    options = {"bounds": {"max_chain": 2}, "max_to_keep": 2, "base_snapshot": "block"}
-    with running(server, tmp_path, **options) as job:
-        kinds = [saved(job, step)[0]["kind"] for step in range(6)]
-        assert kinds == ["base", "delta", "delta"] * 2
-        # The last two, and the base that they need.
-        assert job.one("steps")["steps"] == [3, 4, 5]
-        assert_each_restores(job, 5, {"mesh": [1, 4]}, like=5, expected={"chain": [3, 4, 5]})
-    assert step_numbers(tmp_path / "root") == [3, 4, 5]
 
 
 def test_processes_that_leave_bases_to_compaction_build_on_the_same_base(server, tmp_path):
@@ -372,19 +350,6 @@ def test_a_state_on_the_devices_of_one_process_is_saved_and_restored(server, tmp
         saved(job, 3)
         assert saved(job, 4)[0]["kind"] == "delta"
     assert_restores(server, tmp_path / "root", 4, PLACE, goes_on=False, processes=2)
-
-
-def test_rows_that_one_process_finds_unmarked_make_all_save_a_base(server, tmp_path):
-    with running(server, tmp_path, steps=1, tracking_audit=False) as job:
-        job.all("verify_tracking")
-        job.all("train", to=1, forget=[1])
-        first, second = job.each("verify_tracking")
-        assert "error" not in first and second["error"]["type"] == "TrackingError"
-        job.all("save")
-        for error in (answer["error"] for answer in job.each("wait")):
-            assert error["type"] == "TrackingFailed", error
-            assert "step 1: verify_tracking found" in error["text"]
-        assert saved(job, 2)[0]["kind"] == "base"
 
 
 def test_dense_leaves_are_restored_without_the_orbax_handler(server, tmp_path):
@@ -732,16 +697,6 @@ def test_a_process_stalled_after_it_decided_to_commit_does_so_when_it_resumes(se
         assert saved(job, 3)[0]["kind"] == "base"
         assert step_numbers(root) == [0, 1, 3]
     assert_restores(server, root, None, {"mesh": [2, 1]}, processes=1, devices=2)
-
-
-def test_processes_that_only_read_a_step_continue_from_their_own_state(server, tmp_path):
-    root = tmp_path / "root"
-    with running(server, tmp_path, steps=1) as job:
-        assert saved(job, 1)[0]["kind"] == "delta"
-        assert {answer["wrong"] for answer in job.all("look", step=0)} == {None}
-        assert saved(job, 2)[0]["kind"] == "delta"
-        assert step_numbers(root) == [0, 1, 2]
-    assert_restores(server, root, 2, PLACE, processes=2)
 
 
 def test_processes_save_a_restored_step_again_after_its_deletion(server, tmp_path):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import weakref
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from deltackpt.errors import ClosedError, Damaged, OptionError, ServiceUnavailab
 from deltackpt.maintenance.compact import compact
 from deltackpt.serving import Live, ServedLeaves
 from deltackpt.storage.store import FileStore
-from deltackpt.testing import Disk, stored_chunks
+from deltackpt.testing import Disk
 from deltackpt.testing.training_run import TrainingRun
 
 #: Guards against hangs only.
@@ -426,31 +425,6 @@ def test_nothing_is_shown_before_the_first_step(tmp_path):
         live.wait_ready(0.0)
 
 
-def test_a_damaged_version_is_never_shown_and_the_next_one_is(trainer, caplog):
-    trainer.save()
-    live = opened(trainer.root)
-    live.advance()
-    trainer.save()
-    # The blocks that hold bf16 weights.
-    damaged = stored_chunks(trainer.root / "3", "*", segment="dense.bfloat16*")
-    assert damaged
-    for chunk in damaged:
-        chunk.flip()
-        with caplog.at_level(logging.WARNING):
-            assert not live.advance()
-        assert live.problem is not None
-        trainer.assert_shown(live, 2)
-        assert live.staleness().steps == 1
-        chunk.flip()
-        live._tailer._refused.clear()
-    assert "a newer version cannot be read" in caplog.text
-    damaged[0].flip()
-    assert not live.advance()
-    trainer.save(force_base=True)
-    trainer.assert_applied(live)
-    assert live.problem is None
-
-
 def test_a_failure_midway_does_not_change_a_version_in_use(trainer, live):
     """Two saves are applied at once; the second fails after the first is applied."""
     with live.version() as version:
@@ -521,20 +495,6 @@ def test_after_closing_nothing_is_followed_and_versions_stay(trainer):
 
 
 # The WAL.
-
-
-@pytest.mark.parametrize("dense", ["whole", "delta"])
-def test_wal_records_are_followed(tmp_path, dense):
-    with Trainer(tmp_path, wal=deltackpt.WalOptions(dense=dense)) as trainer:
-        trainer.save()
-        live, steps_alone = opened(tmp_path), opened(tmp_path, wal=False)
-        for number in range(7):
-            trainer.save() if number == 3 else trainer.log()
-            trainer.assert_applied(live)
-            with live.version() as version:
-                assert (version.point is None) == (number == 3)
-            steps_alone.advance()
-            trainer.assert_shown(steps_alone, 1 if number < 3 else 5)
 
 
 # On devices.

@@ -406,19 +406,6 @@ def test_a_run_is_restored_on_every_other_topology_bit_for_bit(tmp_path, source)
             assert {point.step for point in manager.recovery_points()} == {3, 4}
 
 
-def test_training_continues_on_another_topology_with_deltas(tmp_path):
-    model = saved_run(tmp_path, Topology(8))[-1]
-    for step, target in enumerate([Topology(2), Topology(4, 2), Topology(1)], 5):
-        with target.manager(tmp_path) as manager:
-            restored = manager.restore_latest(template(target))
-            assert restored is not None
-            assert_holds(restored.state, model, target)
-            model = dataclasses.replace(model, touched=restored.touched).trained(step)
-            manager.save(step, target.state(model), touched=model.touched)
-            [report] = manager.wait_until_finished()
-            assert report.kind == "delta"
-
-
 def test_a_base_holds_plain_tables_that_any_zarr_reader_opens(tmp_path):
     [model, *_] = saved_run(tmp_path, Topology(8))
     layout = stored_saves.read_save(tmp_path / "0").layout
@@ -435,16 +422,6 @@ def test_a_base_holds_plain_tables_that_any_zarr_reader_opens(tmp_path):
         assert any(
             np.array_equal(array[rows], model.tables[name]) for array in found[MEMBERS[name].width]
         )
-
-
-def test_without_a_template_a_step_is_nested_dicts_of_logical_tables(tmp_path):
-    models = saved_run(tmp_path, Topology(4))
-    with Topology(1).manager(tmp_path, access="read") as manager:
-        state = manager.restore(2).state
-        rows = manager.read(2, {"users": (3, 9)}).tables
-    jax.tree.map(np.testing.assert_array_equal, state, models[2].plain())
-    [found] = rows.values()
-    np.testing.assert_array_equal(found["values"], models[2].tables["users"][3:9])
 
 
 def test_plain_tables_restore_what_a_stacked_run_saved(tmp_path):

@@ -87,35 +87,11 @@ def node(s3, tmp_path) -> Iterator[Callable[[], ExtentNode]]:
     yield lambda: next(made)
 
 
-def test_saves_that_were_never_uploaded_are_restored_after_a_power_cut(one, monkeypatch):
-    with monkeypatch.context() as patch:
-        without_uploader(patch)
-        with one.manager() as manager:
-            for step in range(4):
-                one.save(manager, step, metrics={"loss": float(step)})
-    assert one.after_power_cut(3).source == ("extents",) * 4
-    one.cut_power()
-    with one.manager(wait_for="remote") as manager:
-        one.restore(manager)
-        one.saves(manager, 4)
-        assert one.root() == [0, 1, 2, 3, 4]
-        assert one.restore(manager, 4).source == (*("extents",) * 4, "staging")
-
-
 def test_uploaded_saves_are_read_from_the_extents_if_staging_is_lost(one):
     one.run(0, 1, 2, wait_for="remote")
     assert one.after_power_cut(2).source == ("extents",) * 3
     shutil.rmtree(one.extents)
     assert one.after_power_cut(2).source == ("directory",) * 3
-
-
-@pytest.mark.filterwarnings("ignore:.*rolled-back")
-def test_rolled_back_saves_do_not_return(one, alone):
-    one.run(0, 1, 2, 3)
-    one.run(2, start=1)
-    one.after_power_cut(2, [0, 1, 2])
-    one.run(1, start=0)
-    one.after_power_cut(1, [0, 1])
 
 
 def test_saves_that_another_trainer_continued_without_are_moved_aside(node, monkeypatch):

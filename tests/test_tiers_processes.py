@@ -183,23 +183,6 @@ def test_dense_blocks_are_uploaded_to_a_bucket_and_compacted_there(
         assert verify_root(url, endpoint=bucket.endpoint).intact
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["one stage", "stages"])
-def test_dense_leaves_in_a_bucket_are_restored_without_the_orbax_handler(
-    server, bucket, tmp_path, shared
-):
-    url = bucket.bucket(f"straight-{shared}".lower()) + "/run"
-    for name in ("first", "elsewhere"):
-        with Job(server, tmp_path / "jobs", processes=2) as job:
-            opened(job, url, tmp_path / name, bucket.endpoint, shared=shared)
-            if name == "first":
-                job.all("start", place=PLACE)
-                saved(job, 0)
-            job.all("fault", at="reading through Orbax")
-            for where in (PLACE, {"mesh": [4, 1], "layout": "turned"}, None):
-                assert_restores(job, 0, where)
-            job.close()
-
-
 class Nodes:
     """A job that is killed and restarted; each process has its own staging directory."""
 

@@ -82,30 +82,6 @@ def run(tmp_path) -> Forgetful:
     return Forgetful(tmp_path, options=options())
 
 
-@pytest.mark.parametrize("by_ids", [False, True])
-@pytest.mark.parametrize("after_restore", [False, True])
-def test_rows_missing_from_all_records_make_append_save_a_base(run, by_ids, after_restore):
-    with run.started(appends=3) as manager:
-        if after_restore:
-            run.resume()
-        with pytest.warns(UserWarning, match=r"(?s)is saved as a base.*table tables/.*: rows \d"):
-            for _ in range(8):
-                logged = run.append_forgetful(slice(None, None, 2), by_ids=by_ids)
-                if logged.saved is not None:
-                    break
-        assert logged.saved.kind == "base"
-        assert "rows differ from those" in logged.reason
-        saved = run.step
-        manager.wait_until_finished()
-        # Points of the previous run, which this one resumed from, stay valid.
-        assert run.points() == ([3, 2, 1] if after_restore else [])
-        for _ in range(2):
-            assert run.append().kind == "full"
-    check_after_a_restart(run)
-    with run.open() as reader:
-        run.check(reader.restore(saved, run.state))
-
-
 def test_auditing_every_row_of_a_small_state_raises_no_false_alarm(run):
     with run.started():
         for number in range(ALL_LOOKED_AT):
