@@ -20,7 +20,6 @@ from test_follower import wait_until
 import deltackpt
 from deltackpt import serving, touched
 from deltackpt.errors import ClosedError, Damaged, OptionError, ServiceUnavailable, WaitTimeout
-from deltackpt.maintenance.compact import compact
 from deltackpt.serving import Live, ServedLeaves
 from deltackpt.storage.store import FileStore
 from deltackpt.testing import Disk
@@ -128,10 +127,6 @@ def shown(live: Live) -> ServedLeaves:
     """The leaves of the newest version."""
     with live.version() as version:
         return version.dense
-
-
-def bits(live: Live) -> dict[str, bytes]:
-    return {path: array.tobytes() for path, array in shown(live).items()}
 
 
 def address(array: np.ndarray) -> int:
@@ -438,49 +433,6 @@ def test_a_failure_midway_does_not_change_a_version_in_use(trainer, live):
     trainer.assert_shown(live, 2)
     trainer.save()
     trainer.assert_applied(live)
-
-
-@pytest.mark.filterwarnings("ignore:.*rolled-back")
-def test_a_rollback_is_followed(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        for _ in range(4):
-            trainer.save()
-        live = opened(tmp_path)
-        live.advance()
-        trainer.continue_from(trainer.manager.restore(2, trainer.states[2]))
-        trainer.share = 0.5
-        trainer.train()
-        for _ in range(2):
-            trainer.save()
-            trainer.assert_applied(live)
-
-
-def test_retention_may_remove_the_steps_that_a_version_was_built_from(tmp_path):
-    policy = deltackpt.policies.Consecutive(max_chain=2)
-    options = {"max_to_keep": 1, "deltas": deltackpt.DeltaOptions(policy=policy)}
-    with Trainer(tmp_path, **options) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
-        for number in range(10):
-            trainer.save()
-            if number % 3 != 1:
-                trainer.assert_applied(live)
-
-
-def test_a_compacted_chain_is_read_through_its_new_base(tmp_path):
-    with Trainer(tmp_path, {"params/w": "ef4"}) as trainer:
-        for _ in range(4):
-            trainer.save()
-        live, late = opened(tmp_path), opened(tmp_path)
-        live.advance()
-        compact(tmp_path)
-        late.advance()
-        assert bits(late) == bits(live)
-        for _ in range(2):
-            trainer.save()
-            assert live.advance() and late.advance()
-            assert live.status().step == late.status().step == trainer.step
-            assert bits(late) == bits(live)
 
 
 def test_after_closing_nothing_is_followed_and_versions_stay(trainer):

@@ -294,20 +294,6 @@ def test_a_save_with_a_damaged_header_is_reported(one, alone):
     assert reported
 
 
-@pytest.mark.parametrize("last_is_base", [False, True], ids=["delta", "base"])
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_rolled_back_saves_that_are_still_remote_are_ignored_after_a_power_cut(
-    one, monkeypatch, last_is_base
-):
-    one.run(0, 1, 2, 3, bases=[3] if last_is_base else [], wait_for="remote")
-    with monkeypatch.context() as patch:
-        without_uploader(patch)
-        one.run(2, start=1)
-        one.after_power_cut(2)
-    one.run(3, wait_for="remote")
-    assert one.root() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("lost", ["step", "manifest"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_staging_lost_is_read_from_the_extents(one, alone, lost):
@@ -419,24 +405,3 @@ def test_saves_repaired_from_the_extents_are_uploaded(one, monkeypatch):
         one.saves(manager, 3)
         eventually(lambda: 3 in one.root() or len(damaged().damaged) > 3, "it is uploaded")
     assert one.root() == [0, 1, 2, 3]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_abandoned_saves_with_their_own_chain_are_rolled_back_remotely(one, monkeypatch):
-    one.run(0, 1, 2, 3, bases=[2, 3], wait_for="remote")
-    with monkeypatch.context() as patch:
-        without_uploader(patch)
-        one.run(2, 3, 4, start=1)
-    one.after_power_cut(4)
-    one.run(5, wait_for="remote")
-    assert one.root() == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("idle_starts", [0, 1])
-def test_extents_that_were_unavailable_do_not_bring_back_abandoned_saves(one, alone, idle_starts):
-    one.run(0, 1, 2, 3, bases=[3])
-    one.run(2, start=1, extents=None)  # The disk is unavailable; staging is never lost.
-    for _ in range(idle_starts):
-        one.resumed(2, extents=None)  # A start that saves nothing.
-    one.resumed(2)  # The disk is back.
