@@ -39,7 +39,7 @@ from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.storage import buckets
 from deltackpt.storage.node_client import Node
 from deltackpt.storage.store import Exists, Missing, Refused, Unanswered
-from deltackpt.storage.striping import NodesStore, ranked
+from deltackpt.storage.striping import HEAD_BYTES, NodesStore, ranked
 from deltackpt.testing import node_process
 from deltackpt.testing.store_suite import StoreSuite
 
@@ -507,13 +507,14 @@ def test_a_listing_follows_the_guide(server, node):
 
 def test_a_lost_node_is_named_and_the_others_keep_serving():
     with contextlib.ExitStack() as stack:
-        kept = [stack.enter_context(serving(MemoryBlobs(1 << 20))) for _ in range(2)]
-        lost = NodeServer(MemoryBlobs(1 << 20), bind="127.0.0.1", tokens=Tokens(TOKEN))
+        kept = [stack.enter_context(serving(MemoryBlobs(1 << 24))) for _ in range(2)]
+        lost = NodeServer(MemoryBlobs(1 << 24), bind="127.0.0.1", tokens=Tokens(TOKEN))
         addresses = [each.address for each in (*kept, lost)]
         store = NodesStore(addresses, "run", TOKEN)
         keys = [f"{number}" for number in range(30)]
         for key in keys:
             store.put(key, key.encode())
+        store.put("striped", drawn(3 << 20))
         lost.close()
         on_lost = {key for key in keys if ranked(f"run/{key}", addresses)[0] == lost.address}
         assert 0 < len(on_lost) < 30
@@ -522,8 +523,13 @@ def test_a_lost_node_is_named_and_the_others_keep_serving():
         for key in on_lost:
             with pytest.raises(Unanswered, match=lost.address):
                 store.get(key)
-        with pytest.raises(Unanswered, match=lost.address):
-            store.keys("")
+        for ask in (
+            lambda: store.keys(""),
+            lambda: store.get("striped"),
+            lambda: store.put("other", drawn(3 << 20)),
+        ):
+            with pytest.raises(Unanswered, match=lost.address):
+                ask()
 
 
 def test_nodes_in_any_order_are_the_same_store():
@@ -562,8 +568,12 @@ def test_tensorstore_reads_all_nodes_through_any_of_them():
     with contextlib.ExitStack() as stack:
         for port in ports:
             others = stack.enter_context(contextlib.closing(NodesStore(addresses, "", TOKEN)))
-            stack.enter_context(serving(MemoryBlobs(1 << 22), port=port, others=others))
+            stack.enter_context(serving(MemoryBlobs(1 << 24), port=port, others=others))
         store = NodesStore(addresses, "run", TOKEN)
+        # The larger one is striped; the other has the length of the head of such an object.
+        striped = {"big": drawn(3 << 20), "head": bytes(HEAD_BYTES)}
+        for key, data in striped.items():
+            store.put(f"x/{key}", data)
         memory = ts.KvStore.open({"driver": "memory"}).result()
         values = np.random.default_rng(0).normal(size=(100, 10))
         spec = {
@@ -591,6 +601,8 @@ def test_tensorstore_reads_all_nodes_through_any_of_them():
             whole = kvstore.read("c/3/0").result().value
             assert kvstore.read("c/3/0", byte_range=slice(5, 9)).result().value == whole[5:9]
             assert kvstore.read("none").result().state == "missing"
+            for key, data in striped.items():
+                assert kvstore.read(key).result().value == data
 
 
 def test_a_truncated_object_of_another_node_is_not_served_as_complete():

@@ -16,15 +16,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine import free_port
-from test_nodes import TOKEN, connected, serving
+from test_nodes import TOKEN, serving
 from test_tiers import Node as TrainingNode
 
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.nodes.blobs import MemoryBlobs
-from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.storage.node_client import Node
-from deltackpt.storage.store import Exists, Missing, Unanswered
+from deltackpt.storage.store import Exists, Missing
 from deltackpt.storage.striping import HEAD_BYTES, NodesStore
 
 MIB = 1 << 20
@@ -228,44 +226,6 @@ def test_a_damaged_head_and_a_lost_or_truncated_piece_are_named(store, addresses
             for reads in (store.get, store.length):
                 with pytest.raises(Damaged, match="head"):
                     reads("x")
-
-
-def test_a_lost_node_is_named_by_reads_and_writes():
-    with contextlib.ExitStack() as stack:
-        kept = [stack.enter_context(serving(MemoryBlobs(64 * MIB))) for _ in range(2)]
-        lost = NodeServer(MemoryBlobs(64 * MIB), bind="127.0.0.1", tokens=Tokens(TOKEN))
-        nodes = [each.address for each in (*kept, lost)]
-        store = stack.enter_context(contextlib.closing(NodesStore(nodes, "run", TOKEN)))
-        store.put("x", BIG)
-        lost.close()
-        with pytest.raises(Unanswered, match=lost.address):
-            store.get("x")
-        with pytest.raises(Unanswered, match=lost.address):
-            store.put("y", BIG)
-
-
-def test_plain_http_clients_read_striped_objects_through_any_node():
-    ports = [free_port() for _ in range(3)]
-    nodes = [f"127.0.0.1:{port}" for port in ports]
-    with contextlib.ExitStack() as stack:
-        for port in ports:
-            others = stack.enter_context(contextlib.closing(NodesStore(nodes, "", TOKEN)))
-            stack.enter_context(serving(MemoryBlobs(64 * MIB), port=port, others=others))
-        store = stack.enter_context(contextlib.closing(NodesStore(nodes, "", TOKEN)))
-        store.put("x", BIG)
-        store.put("y", bytes(HEAD_BYTES))
-        for address, (key, data) in itertools.product(
-            nodes, (("x", BIG), ("y", bytes(HEAD_BYTES)))
-        ):
-            with connected(address) as asked:
-                asked.sendall(
-                    f"GET /{key} HTTP/1.1\r\nHost: a-node\r\nConnection: close\r\n"
-                    f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
-                )
-                found = b""
-                while some := asked.recv(1 << 20):
-                    found += some
-            assert found.partition(b"\r\n\r\n")[2] == data
 
 
 class _SilentBlobs(MemoryBlobs):
