@@ -26,7 +26,6 @@ from many import Answer, Job, Server
 from many_worker import Model
 
 import deltackpt
-from deltackpt.maintenance import compact
 from deltackpt.storage import arrays
 from deltackpt.testing import StoredChunk, stored_chunks
 
@@ -199,18 +198,6 @@ def test_processes_find_the_rows_that_changed_without_marks(server, tmp_path):
     assert_read_alone(tmp_path / "root", 2)
 
 
-def test_processes_find_the_rows_that_changed_beside_a_slot_on_the_host(server, tmp_path):
-    model, place = Model(nan=True), PLACE | {"host": ["slots/rows"]}
-    how: dict[str, Any] = {"steps": 1, "tracking": "fingerprints"}
-    with running(server, tmp_path, place, model=model, **how) as job:
-        delta, reports = saved(job, 1)
-        assert delta["kind"] == "delta"
-        found = [report["tables"].get("tables/rows:values", 0) for report in reports]
-        assert sum(found) == model.batch
-        assert_each_restores(job, 1, place)
-    assert_read_alone(tmp_path / "root", 1, model)
-
-
 #: Each policy makes bases and deltas within a few saves.
 POLICIES = {
     "consecutive": {"max_chain": 2},
@@ -239,23 +226,6 @@ def test_policies_decide_the_same_on_every_process(server, tmp_path):
             job.all("close")
 
 
-def test_processes_that_leave_bases_to_compaction_build_on_the_same_base(server, tmp_path):
-    root = tmp_path / "root"
-    options = {"policy": "one_shot", "bounds": {"max_chain": 1}, "max_to_keep": 1}
-    with running(server, tmp_path, bases="compacted", **options) as job:
-        kinds = [saved(job, step)[0]["kind"] for step in range(3)]
-        assert kinds == ["base", "delta", "delta"]
-        assert 0 in step_numbers(root)
-        done = compact.compact(root)
-        assert done is not None and (done.step, done.deltas) == (2, 1)
-        # The first save announces the base to both processes; the second builds on it.
-        assert [saved(job, step)[0]["kind"] for step in (3, 4, 5)] == ["delta"] * 3
-        assert_each_restores(job, 5, {"mesh": [1, 4]}, like=5, expected={"chain": [2, 5]})
-    # The trainer's own base is no longer needed.
-    assert step_numbers(root) == [5]
-    assert_read_alone(root, 5)
-
-
 @pytest.mark.parametrize(("when_busy", "held_up"), [("skip", 1), ("coalesce", 0)])
 def test_processes_agree_on_a_busy_writer(server, tmp_path, when_busy, held_up):
     with running(server, tmp_path, steps=1, when_busy=when_busy) as job:
@@ -282,40 +252,6 @@ def test_processes_agree_on_a_busy_writer(server, tmp_path, when_busy, held_up):
             assert [report["step"] for report in answer["reports"]] == [3]
     assert step_numbers(tmp_path / "root") == [0, 1, 3]
     assert_read_alone(tmp_path / "root", 3)
-
-
-def test_a_table_that_grows_between_saves_gives_a_delta_on_every_process(server, tmp_path):
-    root = tmp_path / "root"
-    model = Model(grown=[(2, {"rows": 3600, "replicated": 2000})])
-    with running(server, tmp_path, steps=1, model=model) as job:
-        assert saved(job, 1)[0]["kind"] == "delta"
-        grown, reports = saved(job, 2)
-        assert grown["kind"] == "delta", grown["reason"]
-        assert sum(report["tables"]["tables/rows:values"] for report in reports) >= 1200
-        assert saved(job, 3)[0]["kind"] == "delta"
-    for step in (1, 3):
-        assert_read_alone(root, step, model)
-    assert_restores(server, root, None, TURNED, model=model, processes=1, devices=4)
-
-
-def test_a_table_that_grows_between_runs_is_refused_by_every_process(server, tmp_path):
-    root = tmp_path / "root"
-    with running(server, tmp_path, steps=2):
-        pass
-    model = Model(grown=[(2, {"rows": 3600})])
-    with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
-        job.all("open", root=str(root))
-        for answer in job.each("restore_latest", place=PLACE, like=2):
-            error = answer["error"]
-            assert error["type"] == "TemplateMismatch", error
-            assert "table tables/rows" in error["text"]
-            assert "[3600" in error["text"] and "[2400" in error["text"]
-        # Arrays of the new size keep their extra rows; with the old size, the table grows later.
-        assert_each_restores(job, 1, PLACE, like=2, arrays=True)
-        assert_each_restores(job, 1, PLACE, like=1)
-        assert saved(job, 2)[0]["kind"] == "delta"
-        job.close()
-    assert_read_alone(root, 2, model)
 
 
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
