@@ -133,31 +133,6 @@ def test_a_save_of_two_processes_resumes_on_two_then_on_one_and_back(server, tmp
     assert kinds(model_dir)[5] == "delta" and rows(model_dir, 5) == t5x_worker.changed(5)
 
 
-@pytest.mark.parametrize("partitions", [1, 4])
-def test_a_table_may_be_replicated_or_cut_across_processes(server, tmp_path, partitions):
-    model_dir = tmp_path / "model"
-    model_dir.mkdir()
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        opened(job, model_dir, partitions=partitions, data=True)
-        job.all("start")
-        saved(job, 1, 2)
-        job.all("close")
-        opened(job, model_dir, partitions=partitions, data=True)
-        restored(job, model_dir, 2)
-        assert batches(job) == [2, 2]
-        saved(job, 3)
-        job.all("close")
-        # With a different sharding than at the save.
-        opened(job, model_dir, partitions=2)
-        restored(job, model_dir / "checkpoint_2", 2)
-        job.all("train", to=3)
-        # Process 0 has moved the later step aside.
-        assert "rolled-back" in str(job.all("save")[0]["warnings"])
-        job.close()
-    assert kinds(model_dir) == {1: "base", 2: "delta", 3: "delta"}
-    assert rows(model_dir, 3) == t5x_worker.changed(3)
-
-
 def test_the_data_position_is_restored_only_on_as_many_processes(server, tmp_path, model_dir):
     with Job(server, tmp_path / "jobs", processes=1, devices=4) as job:
         for reads in (False, True):

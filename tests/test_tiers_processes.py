@@ -398,35 +398,6 @@ def test_a_bucket_outage_delays_uploads_on_every_node_and_no_save(nodes, policy)
     assert not [key for key in view.root.keys() if "shard-reports" in key]
 
 
-def test_damage_in_a_shared_staging_directory_is_reported_to_all_processes(nodes):
-    stage = nodes.folder / "shared"
-    with nodes.job() as job:
-        tiers = {
-            "staging_dir": str(stage),
-            "endpoint": nodes.bucket.endpoint,
-            "wait_for": "staging",
-        }
-        job.all("open", root=nodes.url, tiers=tiers)
-        job.all("start", place=PLACE)
-        saved(job, 0)
-        wait_until(lambda: nodes.at_root() == [0], "step 0 comes to the root")
-        for pid in uploaders(stage):
-            os.kill(pid, signal.SIGSTOP)
-        assert saved(job, 1) == "delta"
-        layer = stage / "steps" / "1" / "embeddings" / "layer.1"
-        layer.write_bytes(bytes(len(layer.read_bytes())))
-        for pid in uploaders(stage):
-            os.kill(pid, signal.SIGCONT)
-        found = StagingDir(stage)
-        orders = found.orders()
-        assert orders is not None
-        wait_until(lambda: found.progress(orders.holder).damaged, "the uploader reports")
-        assert saved(job, 2) == "base"
-        assert saved(job, 3) == "delta"
-        job.close()
-    wait_until(lambda: nodes.at_root() == [0, 2, 3], "the base and its delta come to the root")
-
-
 def test_staging_directories_that_some_processes_cannot_see_are_refused(server, bucket, tmp_path):
     url = bucket.bucket("apart") + "/run"
     with Job(server, tmp_path / "jobs", processes=2) as job:
