@@ -126,18 +126,6 @@ def test_damaged_bytes_are_not_reported_as_replicated(node, cluster, alone):
             pusher.end()
 
 
-def test_a_push_before_training_resumes_loses_nothing(node, cluster, monkeypatch):
-    cluster(2)
-    one, other = node(), node()
-    one.peers_run(0, 1)  # Acknowledged.
-    without_uploader(monkeypatch)
-    one.run(2, wait_for="staging")  # The trainer is killed before the push.
-    with one.manager(wait_for="staging"):  # A restart that has not saved yet.
-        push(one)
-    one.lose()
-    other.resumed(2, [0, 1, 2], like=one, wait_for="staging")
-
-
 def test_a_peer_agent_that_restarts_in_a_later_run(node, cluster, monkeypatch):
     """Bundles are pushed again under a later epoch, whose resumed_from is itself."""
     cluster = cluster(4)

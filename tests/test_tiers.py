@@ -507,15 +507,6 @@ def test_staged_steps_that_another_run_superseded_are_moved_aside(one, other):
     assert sorted(step.name for step in aside.iterdir()) == ["1", "2"]
 
 
-def test_a_claim_that_never_trained_makes_no_save_stale(one, other):
-    one.staged_run(0, 1)
-    with other.manager() as manager:
-        assert manager.all_steps() == []
-    with one.manager() as manager:
-        assert manager.all_steps() == [0, 1]
-    assert one.root() == [0, 1]
-
-
 def test_a_trainer_that_lost_the_root_is_fenced(node):
     one, other = node(), node()
     first = one.manager()

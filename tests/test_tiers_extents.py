@@ -263,16 +263,6 @@ def test_only_the_user_can_read_the_files_of_a_run_on_a_node(one, made_before, s
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_save_that_reaches_the_extents_late_keeps_earlier_saves(one, alone):
-    one.run(0)
-    # Committed, but not in the extents, as after a kill.
-    with failing("put"), pytest.raises(SaveFailed):
-        one.run(1)
-    one.run(2)
-    one.after_power_cut(2, [0, 1, 2])
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_damaged_bundle_does_not_remove_earlier_ones(one, alone):
     for step in range(3):
         one.run(step)
@@ -305,17 +295,6 @@ def test_what_staging_lost_is_read_from_the_extents(one, alone, lost):
         for path in (one.stage.steps / "2").rglob("manifest.0.msgpack"):
             path.write_bytes(b"altered")
     one.resumed(2)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_deleted_step_does_not_remove_earlier_ones(one, alone):
-    for step in range(2):
-        one.run(step, bases=[step])
-    with one.manager() as manager:
-        one.restore(manager)
-        one.saves(manager, 2, bases=[2])
-        manager.delete(1)
-    one.after_power_cut(2, [0, 2])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
