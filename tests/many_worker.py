@@ -49,7 +49,6 @@ from deltackpt.save import commit, exits, pending_save
 from deltackpt.session import step_reader
 from deltackpt.storage import batch, ocdbt, shard_writer, zarr_writer
 from deltackpt.storage.posix import DirectFile, DurableDir
-from deltackpt.tiers.staging import StagingDir
 
 #: Row counts divisible by 8 devices, and widths divisible by 4. Every table is large enough that
 #: each process writes a share of it, whatever the sharding.
@@ -500,10 +499,6 @@ class Worker:
 
         ray.shutdown()
 
-    def delete(self, step: int) -> None:
-        """Deletes a committed step."""
-        self._manager.delete(step)
-
     def steps(self) -> dict[str, Any]:
         """The committed steps."""
         return {"steps": self._manager.all_steps()}
@@ -792,7 +787,6 @@ POINTS: dict[str, Point] = {
     "checking the options": _before(runtime.Runtime, "__init__"),
     "the end of a start": _after(manager, "Saver"),
     "snapshot": _before(pending_save, "capture"),
-    "writing orders": _before(StagingDir, "order"),
     "reading dense leaves": _before(step_reader.StepReader, "_read_dense"),
     "reading through Orbax": _before(orbax_dense, "from_folder"),
     "reading notes": _before(ocp.JsonCheckpointHandler, "restore"),

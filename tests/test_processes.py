@@ -525,17 +525,3 @@ def test_a_process_stalled_after_it_decided_to_commit_does_so_when_it_resumes(se
         assert saved(job, 3)[0]["kind"] == "base"
         assert step_numbers(root) == [0, 1, 3]
     assert_restores(server, root, None, {"mesh": [2, 1]}, processes=1, devices=2)
-
-
-def test_processes_save_a_restored_step_again_after_its_deletion(server, tmp_path):
-    root = tmp_path / "root"
-    with running(server, tmp_path, steps=2) as job:
-        for step, error in ((0, "OptionError"), (9, "StepNotFound")):
-            answers = job.each("delete", step=step)
-            assert [answer["error"]["type"] for answer in answers] == [error] * 2
-        job.all("restore", step=1, place=PLACE, like=1)
-        job.all("delete", step=1)
-        assert job.one("save")["kind"] == "base"
-        job.all("wait")
-        assert step_numbers(root) == [0, 1]
-    assert_restores(server, root, 1, PLACE, processes=2)

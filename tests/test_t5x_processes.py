@@ -190,17 +190,4 @@ def test_processes_restore_the_same_step_if_one_sees_an_older_listing(
         job.close()
 
 
-def test_a_start_that_process_0_refuses_is_refused_on_every_process(server, tmp_path, model_dir):
-    for step in (1, 2, 3):
-        (model_dir / f"checkpoint_{step}").unlink()
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        arguments = {"model_dir": str(model_dir), "partitions": 2}
-        for answer in job.each("open", **arguments):
-            assert answer["error"]["type"] == "OptionError"
-            assert "start again" in answer["error"]["text"]
-        opened(job, model_dir, partitions=2)
-        restored(job, model_dir, 3)
-        job.close()
-
-
 # Failed saves and killed processes.

@@ -104,26 +104,6 @@ def test_a_job_saves_to_a_bucket_and_another_resumes_elsewhere(
     assert at_root() == [0, 1, 3, 4]
 
 
-@pytest.mark.parametrize(("shared", "is_restored"), [(True, True), (False, True), (False, False)])
-def test_a_deleted_step_is_saved_again(server, bucket, tmp_path, shared, is_restored):
-    url = bucket.bucket(f"again{shared}{is_restored}".lower()) + "/run"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        opened(job, url, tmp_path, bucket.endpoint, shared=shared)
-        job.all("start", place=PLACE)
-        assert [saved(job, step) for step in range(3)] == ["base", "delta", "delta"]
-        if is_restored:
-            assert_restores(job, 2)
-        job.all("delete", step=2)
-        assert saved(job, 2) == "base"
-        assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 2]
-        job.close()
-    assert verify_root(url, endpoint=bucket.endpoint).intact
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        opened(job, url, tmp_path / "elsewhere", bucket.endpoint, shared=True)
-        assert_restores(job, 2)
-        job.close()
-
-
 def test_unmarked_rows_of_one_process_leave_the_epoch_after_them_to_process_0(bucket, tmp_path):
     url, log = bucket.bucket("unmarked") + "/run", {"directory": str(tmp_path / "log")}
 
@@ -316,20 +296,6 @@ def test_a_job_with_another_process_count_resumes_from_the_newest_step(nodes):
             job.close()
     assert nodes.at_root() == [*range(1, step + 1)]
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
-
-
-@pytest.mark.parametrize("process", [0, 1])
-def test_if_one_process_cannot_write_its_orders_no_process_starts_the_first_save(nodes, process):
-    with nodes.job() as job:
-        nodes.open(job)
-        job.all("start", place=PLACE)
-        job.processes[process].ask("fault", at="writing orders")
-        job.processes[process].answer()
-        errors = [answer["error"]["type"] for answer in job.each("save")]
-        assert (errors[process], errors[1 - process]) == ("OSError", "ProcessFailed")
-        assert saved(job, 1) == "base"
-        assert_restores(job, 1)
-        job.close()
 
 
 def test_a_damaged_staged_shard_is_reported_to_all_and_the_next_save_is_a_base(nodes):
