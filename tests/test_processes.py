@@ -329,25 +329,6 @@ def test_damage_read_by_one_process_makes_every_process_fall_back(server, tmp_pa
             assert "embeddings/shard.0" in answer["error"]["text"]
 
 
-def test_a_damaged_base_read_by_one_process_loses_its_steps_for_every_process(server, tmp_path):
-    root, place = tmp_path / "root", {"mesh": [2, 2], "layout": "cut"}
-    with running(server, tmp_path, place, steps=2) as job:
-        for step in (2, 3, 4):
-            saved(job, step, force_base=step == 2)
-    chunk = chunk_of(root, 2, 1, "values")
-    chunk.flip()
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(root))
-        for answer in assert_each_restores(job, 1, place, expected={"chain": [0, 1]}):
-            assert [step for step, _ in answer["skipped"]] == [4, 3, 2]
-            for text in (*(error["text"] for _, error in answer["skipped"]), *answer["warnings"]):
-                assert re.search(f"2/embeddings/{chunk.name}", text)
-                assert "steps 2, 3, 4 need it" in text
-            [warning] = answer["warnings"]
-            assert warning.startswith("step 4 is skipped")
-        job.close()
-
-
 @pytest.mark.parametrize("api", ["v0", "v1"])
 def test_the_handlers_alone_work_under_stock_orbax(server, tmp_path, api):
     root = tmp_path / "root"

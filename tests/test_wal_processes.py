@@ -151,22 +151,6 @@ def test_points_restore_bit_for_bit_on_fewer_and_on_more(server, tmp_path, proce
         job.close()
 
 
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_damaged_record_that_one_process_finds_skips_the_points_for_every_process(
-    server, tmp_path, job, root, process
-):
-    logged(job, 5)
-    job.close()
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(root), log={})
-        job.all("find_damage", process=process, record=4)
-        for answer in job.all("restore_latest", place=TRAINED, like=3):
-            assert (answer["point"], answer["wrong"]) == (3, None)
-            [[step, error]] = answer["skipped"]
-            assert (step, error["type"]) == (5, "DamagedWal")
-        job.close()
-
-
 # Slow or lost processes.
 
 
