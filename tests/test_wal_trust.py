@@ -138,6 +138,22 @@ def test_records_after_a_base_for_unmarked_rows_do_not_build_on_an_older_step(ru
 # Ids of calls that appended nothing.
 
 
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_rows_named_when_nothing_could_be_appended_are_not_missed_later(run, by_ids):
+    """The step that the next record would continue from was deleted, so the call saves a step."""
+    with run.started() as manager:
+        run.save()
+        assert run.append_named(since=0).kind == "full"
+        run.save()
+        manager.delete(run.step)
+        logged = run.append_named(since=2) if by_ids else run.append()
+        assert logged.saved is not None
+        for _ in range(2):
+            assert run.append_named().kind == "full"
+        run.save()
+        assert run.append_named(since=run.step - 1).kind == "full"
+
+
 def test_records_after_a_removed_wal_continue_from_the_save_that_replaces_it(run):
     """The ids name only rows since the last call; earlier rows were in the removed records."""
     with run.started() as manager:
@@ -159,6 +175,67 @@ def test_records_after_a_removed_wal_continue_from_the_save_that_replaces_it(run
 
 
 # Calls that save a step instead of a record, and their effect on later calls.
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_rows_of_a_call_with_a_bad_step_are_in_the_next_record(run, restored):
+    with run.started() as manager:
+        assert run.append_named().kind == "full"
+        manager.wait_appended()
+        if restored:
+            run.resume()
+        run.train()
+        with pytest.raises(OptionError, match="-1"):
+            manager.append(-1, run.state, touched=run.touched, ids={})
+        assert run.append_named().kind == "full"
+        manager.wait_appended()
+        run.save()
+        manager.delete(run.step)
+    check_after_a_restart(run, 3)
+
+
+@pytest.mark.parametrize("ids", [{"users": [[1], [2, 3]]}, {"users": [-1]}, ["users"]])
+def test_invalid_ids_still_start_the_wal_as_on_the_other_processes(run, ids):
+    run.begin(0)
+    with run.open() as manager:
+        run.resume()
+        run.train()
+        with pytest.raises((OptionError, TypeError, ValueError, AttributeError)):
+            manager.append(run.step, run.state, touched=run.touched, ids=ids)
+        assert [*(run.root / "log").glob("*.msgpack")]
+        # The stamps include these rows.
+        assert run.append_named().kind == "full"
+        run.check_newest()
+
+
+@pytest.mark.parametrize("failed_by_ids", [False, True])
+def test_rows_of_a_call_that_cannot_start_the_wal_are_in_the_next_record(run, failed_by_ids):
+    run.begin(1)
+    with run.open() as manager, Disk(run.root) as disk:
+        run.resume()
+        disk.fail(path=r"^log/[^/]*$", errno=errno.ENOSPC)
+        with pytest.raises(OutOfSpace, match="log"):
+            run.append_named() if failed_by_ids else run.append()
+        assert run.append_named().kind == "full"
+        manager.wait_appended()
+        newest = run.step
+        run.save()
+        manager.delete(run.step)
+    check_after_a_restart(run, newest)
+
+
+@pytest.mark.parametrize("dense_every", [1, 2])
+def test_rows_named_in_a_call_that_saved_a_step_instead_are_not_missed(run, dense_every):
+    kinds = set()
+    # After any record the WAL exceeds its size limit.
+    with run.started(options(max_wal_ratio=1e-9, dense_every=dense_every)) as manager:
+        for _ in range(8):
+            logged = run.append_named()
+            kinds.add("saved" if logged.saved else logged.kind)
+            manager.wait_appended()
+        run.save()
+    assert "saved" in kinds and kinds & {"soft", "full"}
+    check_after_a_restart(run)
 
 
 def test_an_epoch_that_cannot_be_opened_is_begun_again_even_for_the_former_tables(run):
@@ -279,6 +356,55 @@ def test_ids_of_a_call_that_failed_early_are_in_the_next_record(untracked, bad, 
 
 def fenced() -> None:
     raise FencedError("another trainer took over")
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_records_of_an_earlier_state_do_not_replay_onto_the_save_that_it_left(run, saves):
+    """The earlier state is that of the last record; only a save has seen a later one."""
+    with run.open() as manager:
+        run.save_initial()
+        run.append()
+        earlier = run.state, run.touched
+        run.train(2)
+        run.save()
+        run.state, run.touched = earlier
+        if saves:
+            run.save()
+        saved = run.append().saved
+        assert (saved is None) == saves
+        manager.wait_until_finished()
+        assert run.append().kind == "full"
+        manager.wait_appended()
+        for point in manager.recovery_points():
+            run.check(manager.restore(point, run.state))
+    check_after_a_restart(run, run.step)
+
+
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_a_save_of_an_earlier_state_is_what_the_next_record_continues_from(run, by_ids):
+    with run.open() as manager:
+        run.save_initial()
+        for _ in range(2):
+            run.append()
+        earlier = run.state, run.touched
+        for _ in range(3):
+            logged = run.append_named() if by_ids else run.append()
+            assert logged.kind == "full"
+        manager.wait_appended()
+        run.state, run.touched = earlier
+        run.save(wait=False)
+        saved = run.step
+        # The clock passes that of the last record.
+        run.train(3)
+        for _ in range(2):
+            logged = run.append_named(saved) if by_ids else run.append()
+            assert logged.kind == "full"
+        manager.wait_until_finished()
+        manager.wait_appended()
+        for point in manager.recovery_points():
+            run.check(manager.restore(point, run.state))
+        assert manager.recovery_points()[0].step == run.step
+    check_after_a_restart(run, run.step)
 
 
 @pytest.mark.parametrize("saves", [False, True])
