@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -147,6 +148,34 @@ def test_a_node_that_dies_while_a_bundle_is_read_is_replaced():
         first.wait()
         reader.read_into(100, memoryview(out)[100:])
         assert out == pack.data
+
+
+def test_a_silent_node_delays_one_push_and_is_used_again_once_it_answers():
+    with contextlib.ExitStack() as stack:
+        nodes = stack.enter_context(processes(3))
+        silent = nodes["n0"].process
+        stack.callback(silent.send_signal, signal.SIGCONT)
+        held = stack.enter_context(opened(peer_group(addresses(nodes), 1, 1, deadline_secs=2.0)))
+        first = MemoryPack("first", 1000)
+        held.put(first)
+        silent.send_signal(signal.SIGSTOP)
+        while "n0" not in held.silent():  # A signal takes effect late.
+            held.survey()
+        began, packs = time.monotonic(), [MemoryPack(f"save{i}", 1000) for i in range(10)]
+        for pack in packs:
+            held.put(pack)
+            assert pack.ref in held.survey().complete
+            held.delete([first.ref])
+        assert time.monotonic() - began < 30.0  # 60 s if each request waited for it
+        silent.send_signal(signal.SIGCONT)
+        ends = time.monotonic() + 60
+        while "n0" in held.silent() and time.monotonic() < ends:
+            left = held.survey()
+        left = held.survey()
+        assert "n0" not in held.silent() and left.complete >= {pack.ref for pack in packs}
+        # It was not there when its copy was deleted, so the survey shows that.
+        held.delete(left.every)
+        assert not held.refs()
 
 
 def test_a_silent_node_has_one_probe_at_a_time_and_another_if_none_could_start(monkeypatch):
