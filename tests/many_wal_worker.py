@@ -13,8 +13,6 @@ import many_worker
 from many_worker import Worker
 
 from deltackpt import RecoveryPoint, WalOptions
-from deltackpt.errors import DamagedWal
-from deltackpt.session.step_reader import StepReader
 from deltackpt.testing import Disk
 from deltackpt.wal import KafkaWal, LocalWal, segment_files
 from deltackpt.wal.writer import WalWriter
@@ -140,34 +138,6 @@ class Logger(Worker):
     def refuse_reads(self, number: int) -> None:
         """Makes the next read of an epoch header fail with an operating system error."""
         self._disk.fail("read", r"/\d+[.]msgpack$", errno=number)
-
-    def find_damage(self, process: int, record: int) -> None:
-        """Makes one process find the record of a step damaged whenever it replays it."""
-        if process != self._task["process"]:
-            return
-        real = StepReader._load
-
-        def load(reader: StepReader, *arguments: Any) -> None:
-            for _, one in () if reader.plan is None else reader.plan.records:
-                if one.save_id.step == record:
-                    raise DamagedWal("its record", "the bytes", "others", record=one.save_id)
-            real(reader, *arguments)
-
-        StepReader._load = load
-
-    def run_until_told(self, at_most: int) -> dict[str, Any]:
-        """Trains and appends until a failure is reported."""
-        while self._step < at_most:
-            self.run_on(self._step + 1)
-            self._manager.wait_appended()
-            failed = self.told()["events"]
-            if failed:
-                return {
-                    "code": failed[0]["code"],
-                    "message": failed[0]["message"],
-                    "step": self._step,
-                }
-        return {"code": None}
 
     def wait_failed(self) -> None:
         """Waits until a batch has failed."""

@@ -43,14 +43,12 @@ from deltackpt import manager, touched
 from deltackpt.handlers import orbax_dense
 from deltackpt.ledger.directory import Root
 from deltackpt.options import Extents, Tiers, Timeouts
-from deltackpt.reading.stored_saves import StoredShard
 from deltackpt.resources import runtime
 from deltackpt.restore import placing
 from deltackpt.save import commit, exits, pending_save
 from deltackpt.session import step_reader
 from deltackpt.storage import batch, ocdbt, shard_writer, zarr_writer
 from deltackpt.storage.posix import DirectFile, DurableDir
-from deltackpt.tiers.staging import StagingDir
 
 #: Row counts divisible by 8 devices, and widths divisible by 4. Every table is large enough that
 #: each process writes a share of it, whatever the sharding.
@@ -387,12 +385,6 @@ class Worker:
             event_handlers=event_handlers,
         )
 
-    def gather(self, sizes: list[int]) -> dict[str, Any]:
-        """Gathers strings through the manager's coordinator; returns their lengths."""
-        coordinator = self._manager._run.coordinator
-        gathered = (coordinator.gather("x", "x" * (size + coordinator.index)) for size in sizes)
-        return {"sizes": [[len(one) for one in found] for found in gathered]}
-
     def limit(self, processes_secs: float) -> None:
         """Changes the timeout for other processes from the next save on."""
         timeouts = dataclasses.replace(
@@ -450,12 +442,6 @@ class Worker:
 
         self._state["dense"] = jax.tree.map(altered, self._state["dense"])
 
-    def look(self, step: int) -> dict[str, Any]:
-        """Restores a step, but keeps the state in memory."""
-        template = self._place.template(self._model.at(step))
-        found = self._manager.restore(step, template)
-        return {"wrong": difference(found.state, self._model.at(step))}
-
     def hide_marks(self) -> None:
         """Stops passing a TouchState."""
         self._hides_marks = True
@@ -468,10 +454,6 @@ class Worker:
         """Returns what the next save would be."""
         decision = self._manager.next_save(self._state, touched=self._given())
         return dataclasses.asdict(decision)
-
-    def verify_tracking(self) -> None:
-        """Checks that every changed row is marked."""
-        self._manager.verify_tracking(self._state, touched=self._given())
 
     def save(self, **arguments: Any) -> dict[str, Any]:
         """Saves the state."""
@@ -516,10 +498,6 @@ class Worker:
         import ray
 
         ray.shutdown()
-
-    def delete(self, step: int) -> None:
-        """Deletes a committed step."""
-        self._manager.delete(step)
 
     def steps(self) -> dict[str, Any]:
         """The committed steps."""
@@ -630,22 +608,6 @@ class Worker:
         ) as reader:
             found = reader.restore(step).state
         assert difference(found, self._model.at(step)) is None
-
-    def share(self, first: int) -> dict[str, Any]:
-        """Bytes that base ``first`` and its deltas hold of the tables of this process's devices."""
-        fields = deltackpt.handlers.split(self._state, tables()).fields
-        changed = [self._model.changed(step) for step in range(first + 1, self._step + 1)]
-        total = 0
-        for name, arrays_ in fields.items():
-            for array in arrays_.values():
-                boxes = {str(shard.index): shard for shard in array.addressable_shards}
-                for shard in boxes.values():
-                    start, stop, _ = shard.index[0].indices(array.shape[0])
-                    rows = stop - start
-                    for ids in (found[name.removeprefix("tables/")] for found in changed):
-                        rows += int(((ids >= start) & (ids < stop)).sum())
-                    total += rows * shard.data.nbytes // (stop - start)
-        return {"bytes": total}
 
     def close(self) -> None:
         """Closes the manager."""
@@ -825,9 +787,6 @@ POINTS: dict[str, Point] = {
     "checking the options": _before(runtime.Runtime, "__init__"),
     "the end of a start": _after(manager, "Saver"),
     "snapshot": _before(pending_save, "capture"),
-    "listing steps": _before(Root, "steps"),
-    "writing orders": _before(StagingDir, "order"),
-    "reading arrays": _before(StoredShard, "read_into"),
     "reading dense leaves": _before(step_reader.StepReader, "_read_dense"),
     "reading through Orbax": _before(orbax_dense, "from_folder"),
     "reading notes": _before(ocp.JsonCheckpointHandler, "restore"),

@@ -27,10 +27,8 @@ with warnings.catch_warnings():
     from t5x.examples.t5 import network
 
     from deltackpt.integrations import t5x as deltackpt_t5x
-    from deltackpt.integrations.t5x import checkpoint_manager
 
 import deltackpt
-from deltackpt.errors import Damaged
 from deltackpt.integrations.t5x import layout as t5x_layout
 from deltackpt.ledger import directory
 from deltackpt.options import Timeouts
@@ -113,22 +111,9 @@ class Worker(many_worker.Worker):
                 next(self._data)
         self._step = to
 
-    def save(self, emergency: bool = False) -> dict[str, Any]:
-        """Saves the state and waits, like T5X.
-
-        Args:
-          emergency: whether this is the save in T5X's ``except`` block.
-        """
-        state = self._placed(self._step)
-        if not emergency:
-            return self._saved(state)
-        try:
-            raise RuntimeError("preempted")
-        except RuntimeError:
-            return self._saved(state)
-
-    def _saved(self, state: Any) -> dict[str, Any]:
-        taken = self._manager.save(state)
+    def save(self) -> dict[str, Any]:
+        """Saves the state and waits, like T5X."""
+        taken = self._manager.save(self._placed(self._step))
         self._manager.wait_until_finished()
         return {"taken": taken}
 
@@ -176,16 +161,6 @@ class Worker(many_worker.Worker):
             (t5x_layout.StepLinks, "steps"),
         ):
             mock.patch.object(owner, name, _without(getattr(owner, name), step)).start()
-
-    def spoil(self) -> None:
-        """Makes this process find a damaged step, once."""
-        real = checkpoint_manager.leaves_of
-
-        def damaged(found: Any) -> Any:
-            mock.patch.object(checkpoint_manager, "leaves_of", real).start()
-            raise Damaged(str(found.path), "what was written", "something else")
-
-        mock.patch.object(checkpoint_manager, "leaves_of", damaged).start()
 
     def close(self) -> None:
         """Closes the manager."""

@@ -506,13 +506,14 @@ def test_a_listing_follows_the_guide(server, node):
 
 def test_a_lost_node_is_named_and_the_others_keep_serving():
     with contextlib.ExitStack() as stack:
-        kept = [stack.enter_context(serving(MemoryBlobs(1 << 20))) for _ in range(2)]
-        lost = NodeServer(MemoryBlobs(1 << 20), bind="127.0.0.1", tokens=Tokens(TOKEN))
+        kept = [stack.enter_context(serving(MemoryBlobs(1 << 24))) for _ in range(2)]
+        lost = NodeServer(MemoryBlobs(1 << 24), bind="127.0.0.1", tokens=Tokens(TOKEN))
         addresses = [each.address for each in (*kept, lost)]
         store = NodesStore(addresses, "run", TOKEN)
         keys = [f"{number}" for number in range(30)]
         for key in keys:
             store.put(key, key.encode())
+        store.put("striped", drawn(3 << 20))
         lost.close()
         on_lost = {key for key in keys if ranked(f"run/{key}", addresses)[0] == lost.address}
         assert 0 < len(on_lost) < 30
@@ -521,8 +522,13 @@ def test_a_lost_node_is_named_and_the_others_keep_serving():
         for key in on_lost:
             with pytest.raises(Unanswered, match=lost.address):
                 store.get(key)
-        with pytest.raises(Unanswered, match=lost.address):
-            store.keys("")
+        for ask in (
+            lambda: store.keys(""),
+            lambda: store.get("striped"),
+            lambda: store.put("other", drawn(3 << 20)),
+        ):
+            with pytest.raises(Unanswered, match=lost.address):
+                ask()
 
 
 def test_nodes_in_any_order_are_the_same_store():

@@ -29,7 +29,6 @@ from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.peer_push import Pusher
 from deltackpt.tiers.peers import PeerTier
 from deltackpt.tiers.staging import StagingDir, TierProgress, key_of
-from deltackpt.tiers.uploader import Uploader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -125,41 +124,6 @@ def test_damaged_bytes_are_not_reported_as_replicated(node, cluster, alone):
                 manager.wait_until_finished()
         finally:
             pusher.end()
-
-
-def test_a_returning_node_resumes_from_the_branch_of_another_node(node, cluster):
-    cluster(2)
-    one, other = node(), node()
-    one.peers_run(0, 1, 2, 3)
-    other.peers_run(2, start=1)  # Acknowledged: at the peers.
-    other.lose()
-    one.peers_resumed(2, like=other)
-
-
-def test_a_push_before_training_resumes_loses_nothing(node, cluster, monkeypatch):
-    cluster(2)
-    one, other = node(), node()
-    one.peers_run(0, 1)  # Acknowledged.
-    without_uploader(monkeypatch)
-    one.run(2, wait_for="staging")  # The trainer is killed before the push.
-    with one.manager(wait_for="staging"):  # A restart that has not saved yet.
-        push(one)
-    one.lose()
-    other.resumed(2, [0, 1, 2], like=one, wait_for="staging")
-
-
-def test_a_peer_agent_that_restarts_before_training_resumes(node, cluster, monkeypatch):
-    cluster = cluster(4)
-    one, other = node(), node()
-    one.peers_run(*range(8))  # Acknowledged.
-    filled = cluster.filled()
-    assert len(filled) > 1
-    cluster.restart_peer(filled[0])
-    without_uploader(monkeypatch)
-    with one.manager(wait_for="staging"):  # A restart that has not saved yet.
-        push(one)
-    one.lose()
-    other.resumed(7, [*range(8)], like=one, wait_for="staging")
 
 
 def test_a_peer_agent_that_restarts_in_a_later_run(node, cluster, monkeypatch):
@@ -259,38 +223,6 @@ def test_one_damaged_save_does_not_keep_others_from_the_peers(node, cluster, alo
                 while pusher.step():
                     pass
     assert "1" in {key.rpartition(".")[2] for key in pushed(one)}
-
-
-def test_rolled_back_steps_that_are_still_remote_are_ignored_on_another_node(node, cluster):
-    cluster(2)
-    one, other = node(), node()
-    one.run(0, 1, 2, 3, bases=[3], wait_for="remote")
-    one.peers_run(2, start=1)  # Acknowledged: at the peers.
-    one.lose()
-    other.peers_resumed(2, like=one)
-
-
-def test_rolled_back_saves_on_peers_do_not_replace_later_uploaded_ones(node, cluster, alone):
-    cluster(2)
-    one, other = node(), node()
-
-    def upload() -> None:
-        uploader = Uploader(one.stage)
-        while uploader.step():
-            pass
-
-    with one.manager(wait_for="staging") as manager:
-        one.saves(manager, 0, 1)
-        upload()
-        one.saves(manager, 2, 3)
-        push(one)
-        one.restore(manager, 1)
-        one.saves(manager, 2)
-        upload()
-        # The node is lost before its peers have dropped what was rolled back.
-    one.lose()
-    assert other.root() == [0, 1, 2]
-    other.resumed(2, [0, 1, 2], like=one, wait_for="staging")
 
 
 def unanswered(cluster, name: str, address: str) -> None:
@@ -423,16 +355,6 @@ def test_peers_closed_during_a_request_raise_a_typed_error(node, cluster):
                 asked.result(60)
         finally:
             free.set()
-
-
-def test_peers_that_were_absent_do_not_bring_back_abandoned_steps(node, cluster, monkeypatch):
-    cluster(2)
-    one = node()
-    one.peers_run(0, 1, 2, 3, bases=[3])
-    without_uploader(monkeypatch)
-    one.run(2, start=1, peers=None, wait_for="staging")
-    one.resumed(2, peers=None, wait_for="staging")  # A restart without a save.
-    one.resumed(2, wait_for="staging")
 
 
 def test_unreadable_orders_do_not_end_the_replicator(tmp_path):

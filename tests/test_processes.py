@@ -13,7 +13,6 @@ import itertools
 import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ from typing import Any
 import many
 import many_worker
 import pytest
-from machine import required
 from many import Answer, Job, Server
 from many_worker import Model
 
 import deltackpt
-from deltackpt.maintenance import compact
-from deltackpt.storage import arrays
 from deltackpt.testing import StoredChunk, stored_chunks
 
 PLACE = {"mesh": [2, 2]}
@@ -184,17 +180,6 @@ def assert_counts(
         assert count == rows[table.removeprefix("tables/")] * times.get(table, 1), (name, reports)
 
 
-def test_a_process_reports_the_rows_of_its_own_shards(server, tmp_path):
-    model = Model(reach=0.5)
-    with running(server, tmp_path, steps=1, model=model) as job:
-        # All changed rows of this table are in the shards of process 0.
-        _, reports = saved(job, 1)
-        field = "tables/rows:values"
-        assert [report["tables"].get(field, 0) for report in reports] == [model.batch, 0]
-        assert reports[0]["bytes"] > reports[1]["bytes"]
-    assert_read_alone(tmp_path / "root", 1, model)
-
-
 def test_processes_find_the_rows_that_changed_without_marks(server, tmp_path):
     model = Model()
     with running(server, tmp_path, steps=1, tracking="fingerprints") as job:
@@ -208,18 +193,6 @@ def test_processes_find_the_rows_that_changed_without_marks(server, tmp_path):
         assert max(report["rows"] for report in reports) <= len(model.rows) * model.batch
         assert_each_restores(job, 2, PLACE)
     assert_read_alone(tmp_path / "root", 2)
-
-
-def test_processes_find_the_rows_that_changed_beside_a_slot_on_the_host(server, tmp_path):
-    model, place = Model(nan=True), PLACE | {"host": ["slots/rows"]}
-    how: dict[str, Any] = {"steps": 1, "tracking": "fingerprints"}
-    with running(server, tmp_path, place, model=model, **how) as job:
-        delta, reports = saved(job, 1)
-        assert delta["kind"] == "delta"
-        found = [report["tables"].get("tables/rows:values", 0) for report in reports]
-        assert sum(found) == model.batch
-        assert_each_restores(job, 1, place)
-    assert_read_alone(tmp_path / "root", 1, model)
 
 
 #: Each policy makes bases and deltas within a few saves.
@@ -250,34 +223,6 @@ def test_policies_decide_the_same_on_every_process(server, tmp_path):
             job.all("close")
 
 
-def test_retention_keeps_whole_chains_on_behalf_of_every_process(server, tmp_path):
-    options = {"bounds": {"max_chain": 2}, "max_to_keep": 2, "base_snapshot": "block"}
-    with running(server, tmp_path, **options) as job:
-        kinds = [saved(job, step)[0]["kind"] for step in range(6)]
-        assert kinds == ["base", "delta", "delta"] * 2
-        # The last two, and the base that they need.
-        assert job.one("steps")["steps"] == [3, 4, 5]
-        assert_each_restores(job, 5, {"mesh": [1, 4]}, like=5, expected={"chain": [3, 4, 5]})
-    assert step_numbers(tmp_path / "root") == [3, 4, 5]
-
-
-def test_processes_that_leave_bases_to_compaction_build_on_the_same_base(server, tmp_path):
-    root = tmp_path / "root"
-    options = {"policy": "one_shot", "bounds": {"max_chain": 1}, "max_to_keep": 1}
-    with running(server, tmp_path, bases="compacted", **options) as job:
-        kinds = [saved(job, step)[0]["kind"] for step in range(3)]
-        assert kinds == ["base", "delta", "delta"]
-        assert 0 in step_numbers(root)
-        done = compact.compact(root)
-        assert done is not None and (done.step, done.deltas) == (2, 1)
-        # The first save announces the base to both processes; the second builds on it.
-        assert [saved(job, step)[0]["kind"] for step in (3, 4, 5)] == ["delta"] * 3
-        assert_each_restores(job, 5, {"mesh": [1, 4]}, like=5, expected={"chain": [2, 5]})
-    # The trainer's own base is no longer needed.
-    assert step_numbers(root) == [5]
-    assert_read_alone(root, 5)
-
-
 @pytest.mark.parametrize(("when_busy", "held_up"), [("skip", 1), ("coalesce", 0)])
 def test_processes_agree_on_a_busy_writer(server, tmp_path, when_busy, held_up):
     with running(server, tmp_path, steps=1, when_busy=when_busy) as job:
@@ -304,40 +249,6 @@ def test_processes_agree_on_a_busy_writer(server, tmp_path, when_busy, held_up):
             assert [report["step"] for report in answer["reports"]] == [3]
     assert step_numbers(tmp_path / "root") == [0, 1, 3]
     assert_read_alone(tmp_path / "root", 3)
-
-
-def test_a_table_that_grows_between_saves_gives_a_delta_on_every_process(server, tmp_path):
-    root = tmp_path / "root"
-    model = Model(grown=[(2, {"rows": 3600, "replicated": 2000})])
-    with running(server, tmp_path, steps=1, model=model) as job:
-        assert saved(job, 1)[0]["kind"] == "delta"
-        grown, reports = saved(job, 2)
-        assert grown["kind"] == "delta", grown["reason"]
-        assert sum(report["tables"]["tables/rows:values"] for report in reports) >= 1200
-        assert saved(job, 3)[0]["kind"] == "delta"
-    for step in (1, 3):
-        assert_read_alone(root, step, model)
-    assert_restores(server, root, None, TURNED, model=model, processes=1, devices=4)
-
-
-def test_a_table_that_grows_between_runs_is_refused_by_every_process(server, tmp_path):
-    root = tmp_path / "root"
-    with running(server, tmp_path, steps=2):
-        pass
-    model = Model(grown=[(2, {"rows": 3600})])
-    with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
-        job.all("open", root=str(root))
-        for answer in job.each("restore_latest", place=PLACE, like=2):
-            error = answer["error"]
-            assert error["type"] == "TemplateMismatch", error
-            assert "table tables/rows" in error["text"]
-            assert "[3600" in error["text"] and "[2400" in error["text"]
-        # Arrays of the new size keep their extra rows; with the old size, the table grows later.
-        assert_each_restores(job, 1, PLACE, like=2, arrays=True)
-        assert_each_restores(job, 1, PLACE, like=1)
-        assert saved(job, 2)[0]["kind"] == "delta"
-        job.close()
-    assert_read_alone(root, 2, model)
 
 
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
@@ -372,19 +283,6 @@ def test_a_state_on_the_devices_of_one_process_is_saved_and_restored(server, tmp
         saved(job, 3)
         assert saved(job, 4)[0]["kind"] == "delta"
     assert_restores(server, tmp_path / "root", 4, PLACE, goes_on=False, processes=2)
-
-
-def test_rows_that_one_process_finds_unmarked_make_all_save_a_base(server, tmp_path):
-    with running(server, tmp_path, steps=1, tracking_audit=False) as job:
-        job.all("verify_tracking")
-        job.all("train", to=1, forget=[1])
-        first, second = job.each("verify_tracking")
-        assert "error" not in first and second["error"]["type"] == "TrackingError"
-        job.all("save")
-        for error in (answer["error"] for answer in job.each("wait")):
-            assert error["type"] == "TrackingFailed", error
-            assert "step 1: verify_tracking found" in error["text"]
-        assert saved(job, 2)[0]["kind"] == "base"
 
 
 def test_dense_leaves_are_restored_without_the_orbax_handler(server, tmp_path):
@@ -431,25 +329,6 @@ def test_damage_read_by_one_process_makes_every_process_fall_back(server, tmp_pa
             assert "embeddings/shard.0" in answer["error"]["text"]
 
 
-def test_a_damaged_base_read_by_one_process_loses_its_steps_for_every_process(server, tmp_path):
-    root, place = tmp_path / "root", {"mesh": [2, 2], "layout": "cut"}
-    with running(server, tmp_path, place, steps=2) as job:
-        for step in (2, 3, 4):
-            saved(job, step, force_base=step == 2)
-    chunk = chunk_of(root, 2, 1, "values")
-    chunk.flip()
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(root))
-        for answer in assert_each_restores(job, 1, place, expected={"chain": [0, 1]}):
-            assert [step for step, _ in answer["skipped"]] == [4, 3, 2]
-            for text in (*(error["text"] for _, error in answer["skipped"]), *answer["warnings"]):
-                assert re.search(f"2/embeddings/{chunk.name}", text)
-                assert "steps 2, 3, 4 need it" in text
-            [warning] = answer["warnings"]
-            assert warning.startswith("step 4 is skipped")
-        job.close()
-
-
 @pytest.mark.parametrize("api", ["v0", "v1"])
 def test_the_handlers_alone_work_under_stock_orbax(server, tmp_path, api):
     root = tmp_path / "root"
@@ -460,111 +339,6 @@ def test_the_handlers_alone_work_under_stock_orbax(server, tmp_path, api):
             for answer in job.all("stock_load", root=str(root), api=reader, place=TURNED, step=3):
                 assert (answer["wrong"], answer["kinds"]) == (None, ["base"])
     assert (root / "3" / "embeddings" / "shard.1").is_dir()
-
-
-# Bytes that a restore reads.
-
-#: 34 MB, so that a part of it is large compared with blocks and metadata. No shard boundary is a
-#: block boundary.
-LARGE = Model(
-    rows={"rows": 500_040, "columns": 120_008, "replicated": 60_008}, batch=30_000, reach=1.0
-)
-#: Arrays that each process reads in part: rows, accumulators, four times columns
-#: with their moments (a segment for each column range), and the replicated table.
-PIECES = 7
-
-
-@contextlib.contextmanager
-def traced(job: Job, directory: Path) -> Iterator[list[Path]]:
-    """Yields a folder for each process, with a file of traced reads for each of its threads."""
-    there = shutil.which("strace") is not None
-    required(there, "strace is needed to count what a process reads")
-    calls = "trace=read,readv,pread64,preadv,preadv2,mmap,sendfile,copy_file_range"
-    folders, tracers = [], []
-    try:
-        for process in job.processes:
-            folder = directory / f"trace.{process.number}"
-            folder.mkdir()
-            folders.append(folder)
-            command = ["strace", "-f", "-ff", "-y", "-s", "0", "-e", calls, "-e", "signal=none"]
-            command += ["-o", str(folder / "calls"), "-p", str(process.pid)]
-            said = (folder / "said").open("w+")
-            tracer = subprocess.Popen(command, stdout=said, stderr=said)
-            said.close()
-            tracers.append(tracer)
-        for folder, tracer in zip(folders, tracers):
-            text = folder / "said"
-
-            def attached(text: Path = text, tracer: Any = tracer) -> bool:
-                if tracer.poll() is not None:
-                    pytest.skip(f"strace cannot attach here: {text.read_text().strip()}")
-                return "attached" in text.read_text()
-
-            many.wait_until(attached, "strace attaches")
-        yield folders
-    finally:
-        for tracer in tracers:
-            tracer.send_signal(signal.SIGINT)
-        for tracer in tracers:
-            try:
-                tracer.wait(many.SILENCE_SECS)
-            finally:
-                tracer.kill()
-                tracer.wait()
-
-
-_CALL = re.compile(r"(\w+)\((?:[^<>]*?)\d+<([^>]*)>.*\)\s+= (-?\w+)")
-
-
-def bytes_read(folder: Path, root: Path) -> collections.Counter[str]:
-    """Maps each file in the root to the bytes read from it, according to system calls."""
-    found: collections.Counter[str] = collections.Counter()
-    for path in folder.glob("calls.*"):
-        for line in path.read_text(errors="replace").splitlines():
-            call = _CALL.match(line)
-            if call is None or not call[2].startswith(f"{root}/"):
-                continue
-            assert call[1] != "mmap", f"expected no mapped file, which cannot be counted: {line}"
-            found[call[2]] += max(0, int(call[3], 0))
-    return found
-
-
-@pytest.mark.parametrize(("savers", "readers"), [(2, 4), (4, 2)])
-def test_a_process_reads_only_the_byte_ranges_of_its_shards(server, tmp_path, savers, readers):
-    """Counts reads at the system-call level, including metadata, gap arrays and dense leaves.
-
-    If a process needs part of an array, it reads whole blocks: up to two blocks more than its rows
-    take. It also reads the small files of a step at most twice, because dense files are both
-    digested and restored.
-    """
-    root = tmp_path / "root"
-    place = {"mesh": [savers, 2], "layout": "cut"}
-    options = {"model": LARGE, "durability": "process"}
-    with running(server, tmp_path, place, steps=2, processes=savers, **options):
-        pass
-    place = {"mesh": [readers, 2], "layout": "cut"}
-    with Job(server, tmp_path / "jobs", processes=readers, model=LARGE) as job:
-        job.all("open", root=str(root), durability="process")
-        with traced(job, tmp_path) as folders:
-            assert_each_restores(job, 1, place)
-        shares = [answer["bytes"] for answer in job.all("share", first=0)]
-        job.close()
-    files = {path: path.stat().st_size for path in root.rglob("*") if path.is_file()}
-    chunks = {p for p in files if p.name.startswith("c.") or p.name.startswith("layer.")}
-    total = sum(files[path] for path in chunks)
-    small = sum(size for path, size in files.items() if path not in chunks)
-    assert total > 35e6 and small < 0.02 * total, (total, small)
-    # The shares cover everything exactly once.
-    assert abs(sum(shares) - total) < 0.01 * total, (shares, total)
-    for folder, share in zip(folders, shares):
-        by_file = bytes_read(folder, root)
-        read = sum(by_file.values())
-        allowed = share + 2 * (2 * PIECES * arrays.BLOCK_BYTES) + 2 * small
-        assert share <= read <= allowed, (share, read, allowed, total, by_file)
-        # Each byte range is read once, except for layer blocks that two pieces share.
-        for path in chunks:
-            shared = 2 * PIECES * arrays.BLOCK_BYTES if path.name.startswith("layer.") else 0
-            assert by_file[str(path)] <= files[path] + shared, path
 
 
 # Kills.
@@ -732,27 +506,3 @@ def test_a_process_stalled_after_it_decided_to_commit_does_so_when_it_resumes(se
         assert saved(job, 3)[0]["kind"] == "base"
         assert step_numbers(root) == [0, 1, 3]
     assert_restores(server, root, None, {"mesh": [2, 1]}, processes=1, devices=2)
-
-
-def test_processes_that_only_read_a_step_continue_from_their_own_state(server, tmp_path):
-    root = tmp_path / "root"
-    with running(server, tmp_path, steps=1) as job:
-        assert saved(job, 1)[0]["kind"] == "delta"
-        assert {answer["wrong"] for answer in job.all("look", step=0)} == {None}
-        assert saved(job, 2)[0]["kind"] == "delta"
-        assert step_numbers(root) == [0, 1, 2]
-    assert_restores(server, root, 2, PLACE, processes=2)
-
-
-def test_processes_save_a_restored_step_again_after_its_deletion(server, tmp_path):
-    root = tmp_path / "root"
-    with running(server, tmp_path, steps=2) as job:
-        for step, error in ((0, "OptionError"), (9, "StepNotFound")):
-            answers = job.each("delete", step=step)
-            assert [answer["error"]["type"] for answer in answers] == [error] * 2
-        job.all("restore", step=1, place=PLACE, like=1)
-        job.all("delete", step=1)
-        assert job.one("save")["kind"] == "base"
-        job.all("wait")
-        assert step_numbers(root) == [0, 1]
-    assert_restores(server, root, 1, PLACE, processes=2)

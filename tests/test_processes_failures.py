@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,19 +62,6 @@ def assert_told_by_the_other(job: Job, process: int, at: str, step: int) -> None
     assert {(answer["step"], answer["wrong"]) for answer in found} == {(step, None)}
 
 
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_full_disk_of_one_process_is_reported_by_the_other(job, tmp_path, process):
-    of_one(job, process, "fault", at="during its shard")
-    job.all("save")
-    waits = job.each("wait")
-    assert root_cause(waits[process])["type"] in ("OSError", "OutOfSpace", "StorageError")
-    told = root_cause(waits[1 - process])
-    assert told["type"] == "ProcessFailed"
-    assert f"process {process} failed" in told["text"] and "No space left" in told["text"]
-    assert not (tmp_path / "root" / "1").exists()
-    assert_goes_on(job, 2)
-
-
 def test_processes_that_save_different_steps_report_both(job, tmp_path):
     of_one(job, 1, "train", to=2)
     job.all("save")
@@ -83,20 +69,6 @@ def test_processes_that_save_different_steps_report_both(job, tmp_path):
     assert first["type"] == "Disagreement" and "process 1" in first["text"]
     assert "it saves step 2" in first["text"] and first["text"] in second["text"]
     assert_goes_on(job, 3)
-
-
-def test_a_commit_that_fails_reports_the_cause_on_both_processes(job, tmp_path):
-    of_one(job, 0, "fault", at="commit: digests")
-    job.all("save")
-    waits = job.each("wait")
-    assert [answer["error"]["type"] for answer in waits] == ["SaveFailed"] * 2
-    assert all("No space left" in answer["error"]["text"] for answer in waits)
-    assert "process 0 failed" in waits[1]["error"]["text"]
-    # The same step may be saved again.
-    job.all("save")
-    job.all("wait")
-    assert (tmp_path / "root" / "1").exists()
-    assert_goes_on(job, 2)
 
 
 @pytest.mark.parametrize("number", [28, None], ids=["full", "interrupted"])
@@ -143,15 +115,6 @@ def test_a_process_that_ends_waits_for_a_dead_one_no_longer_than_processes_secs(
         assert not (tmp_path / "root" / "1").exists()
 
 
-def test_a_trainer_that_lost_its_directory_reports_it_on_every_process(job, tmp_path):
-    of_one(job, 0, "usurp", root=str(tmp_path / "root"))
-    job.all("save")
-    waits = job.each("wait")
-    assert root_cause(waits[0])["type"] == "FencedError"
-    assert root_cause(waits[1])["type"] == "ProcessFailed"
-    assert "FencedError" in root_cause(waits[1])["text"]
-
-
 def test_a_trainer_that_lost_its_directory_moves_no_steps_of_its_successor(job, tmp_path):
     root = tmp_path / "root"
     job.all("save")
@@ -178,17 +141,6 @@ def test_no_process_continues_before_later_steps_are_moved_aside(job, tmp_path):
     job.all("wait")
     assert sorted(path.name for path in (root / "rolled-back").glob("*/*")) == ["1", "2", "3"]
     assert_goes_on(job, 2)
-
-
-def test_no_process_falls_back_if_one_cannot_read_the_storage(job):
-    job.all("save")
-    job.all("wait")
-    assert_told_by_the_other(job, 1, "reading arrays", step=1)
-    assert_goes_on(job, 2)
-
-
-def test_a_directory_that_process_0_cannot_list_is_reported_by_the_other(job):
-    assert_told_by_the_other(job, 0, "listing steps", step=0)
 
 
 def test_one_process_alone_may_read_beside_the_job(job, tmp_path):
@@ -256,53 +208,3 @@ def test_an_orbax_item_that_one_process_cannot_read_stops_the_other_in_time(
         job.all("wait")
         job.all("limit", processes_secs=4.0)
         assert_told_by_the_other(job, process, f"reading {what}", step=0)
-
-
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_stopped_process_is_named_and_the_next_manager_starts_clean(server, tmp_path, process):
-    """It is stopped for longer than the timeouts, in a restore and while managers open."""
-    root = str(tmp_path / "root")
-    with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
-        job.all("open", root=root, processes_secs=5.0)
-        job.all("start", place=PLACE)
-        job.all("save")
-        job.all("wait")
-        calls: list[dict[str, Any]] = [
-            {"do": "restore_latest", "place": PLACE, "like": 0},
-            {"do": "open", "root": root, "processes_secs": 2.0},
-        ]
-        for call in calls:
-            stopped = job.processes[process]
-            stopped.kill(signal.SIGSTOP)
-            job.ask(**call)
-            error = job.processes[1 - process].answer()["error"]
-            stopped.kill(signal.SIGCONT)
-            assert error["type"] == "ProcessMissing" and error["processes"] == [process]
-            assert f"expected process {process} to" in error["text"]
-            assert stopped.answer()["error"]["type"] == "ProcessMissing"
-            job.all("open", root=root, processes_secs=PEERS_SECS)
-            found = job.all("restore_latest", place=PLACE, like=0)
-            assert {(answer["step"], answer["wrong"]) for answer in found} == {(0, None)}
-        assert_goes_on(job, 1)
-
-
-@pytest.mark.parametrize("at", ["checking the options", "the end of a start"])
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_process_killed_in_its_constructor_is_named(server, tmp_path, process, at):
-    with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
-        of_one(job, process, "arm", at=at, action="kill")
-        job.ask("open", root=str(tmp_path / "root"), processes_secs=3.0)
-        assert job.processes[process].answer() == {"ended": -signal.SIGKILL}
-        answer = job.processes[1 - process].answer()
-        assert answer["error"]["type"] == "ProcessMissing", answer
-        assert answer["error"]["processes"] == [process]
-        assert answer["secs"] < PEERS_SECS
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(tmp_path / "root"))
-        job.all("start", place=PLACE)
-        assert_goes_on(job, 1)
-
-
-def test_values_of_any_size_reach_every_process(job):
-    found = job.one("gather", sizes=[0, 1, 64 << 10, 300_000])
-    assert found["sizes"] == [[size, size + 1] for size in (0, 1, 64 << 10, 300_000)]

@@ -377,24 +377,6 @@ def test_a_newer_holder_whose_lease_cannot_be_read_fences_too(tmp_path, opened):
         opened.check_lease()
 
 
-def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path):
-    """The commit checks the lease too, not only save(): a newer trainer starts in between."""
-    state, touched = model.start()
-    with manager_of(tmp_path) as older:
-        model.commit(older, 1, state, touched=touched)
-        with before_commit(lambda: Root.open(tmp_path)):
-            older.save(2, state, touched=touched)
-            with pytest.raises((errors.FencedError, errors.SaveFailed)):
-                older.wait_until_finished()
-        with pytest.raises(errors.FencedError):
-            older.save(3, state, touched=touched)
-    with manager_of(tmp_path) as holder:
-        result = holder.restore_latest(state)
-        assert result.step == 1
-        model.commit(holder, 2, result.state, touched=result.touched)
-    assert not list(tmp_path.glob("*.orbax-checkpoint-tmp"))
-
-
 def test_a_fenced_trainer_removes_nothing_of_the_newer_one(tmp_path):
     older = Root.open(tmp_path)
     Root.open(tmp_path)

@@ -315,29 +315,6 @@ def test_real_processes_are_filled_from_memory(cluster, tmp_path):
         server.close()
 
 
-def test_a_restored_state_stays_when_the_service_advances(cluster, tmp_path):
-    """And changes to it do not affect the service."""
-    with served(tmp_path, shards=1) as (trainer, found):
-        first = trainer.states[1]
-        placed = template(first, (1, 1), P(), P())
-        kept = [restored(trainer.root, wanted) for wanted in (first, placed, None)]
-        for one in kept:
-            assert {*one.source} == {"service"}
-        trainer.save(force_base=True)
-        found.wait_ready(2, HANG_SECS)
-        for one in kept[:2]:
-            assert_same(one.state, first)
-        for name in ROWS:
-            assert kept[2].state["tables"][name].tobytes() == first["tables"][name].tobytes()
-        changed = restored(trainer.root, None)
-        for leaf in jax.tree.leaves(changed.state["tables"]):
-            leaf[...] = 7
-        donated = restored(trainer.root, placed)
-        wiped = jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 0, x), donate_argnums=0)
-        jax.block_until_ready(wiped(donated.state["tables"]))
-        assert_from_service(restored(trainer.root, placed), trainer.state)
-
-
 def test_grown_tables_keep_the_rows_of_the_template(standing):
     grown = jax.tree.map(np.array, standing.state)
     for kind in ("tables", "wide", "narrow"):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import weakref
 from collections.abc import Iterator
@@ -21,10 +20,9 @@ from test_follower import wait_until
 import deltackpt
 from deltackpt import serving, touched
 from deltackpt.errors import ClosedError, Damaged, OptionError, ServiceUnavailable, WaitTimeout
-from deltackpt.maintenance.compact import compact
 from deltackpt.serving import Live, ServedLeaves
 from deltackpt.storage.store import FileStore
-from deltackpt.testing import Disk, stored_chunks
+from deltackpt.testing import Disk
 from deltackpt.testing.training_run import TrainingRun
 
 #: Guards against hangs only.
@@ -129,10 +127,6 @@ def shown(live: Live) -> ServedLeaves:
     """The leaves of the newest version."""
     with live.version() as version:
         return version.dense
-
-
-def bits(live: Live) -> dict[str, bytes]:
-    return {path: array.tobytes() for path, array in shown(live).items()}
 
 
 def address(array: np.ndarray) -> int:
@@ -426,31 +420,6 @@ def test_nothing_is_shown_before_the_first_step(tmp_path):
         live.wait_ready(0.0)
 
 
-def test_a_damaged_version_is_never_shown_and_the_next_one_is(trainer, caplog):
-    trainer.save()
-    live = opened(trainer.root)
-    live.advance()
-    trainer.save()
-    # The blocks that hold bf16 weights.
-    damaged = stored_chunks(trainer.root / "3", "*", segment="dense.bfloat16*")
-    assert damaged
-    for chunk in damaged:
-        chunk.flip()
-        with caplog.at_level(logging.WARNING):
-            assert not live.advance()
-        assert live.problem is not None
-        trainer.assert_shown(live, 2)
-        assert live.staleness().steps == 1
-        chunk.flip()
-        live._tailer._refused.clear()
-    assert "a newer version cannot be read" in caplog.text
-    damaged[0].flip()
-    assert not live.advance()
-    trainer.save(force_base=True)
-    trainer.assert_applied(live)
-    assert live.problem is None
-
-
 def test_a_failure_midway_does_not_change_a_version_in_use(trainer, live):
     """Two saves are applied at once; the second fails after the first is applied."""
     with live.version() as version:
@@ -466,49 +435,6 @@ def test_a_failure_midway_does_not_change_a_version_in_use(trainer, live):
     trainer.assert_applied(live)
 
 
-@pytest.mark.filterwarnings("ignore:.*rolled-back")
-def test_a_rollback_is_followed(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        for _ in range(4):
-            trainer.save()
-        live = opened(tmp_path)
-        live.advance()
-        trainer.continue_from(trainer.manager.restore(2, trainer.states[2]))
-        trainer.share = 0.5
-        trainer.train()
-        for _ in range(2):
-            trainer.save()
-            trainer.assert_applied(live)
-
-
-def test_retention_may_remove_the_steps_that_a_version_was_built_from(tmp_path):
-    policy = deltackpt.policies.Consecutive(max_chain=2)
-    options = {"max_to_keep": 1, "deltas": deltackpt.DeltaOptions(policy=policy)}
-    with Trainer(tmp_path, **options) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
-        for number in range(10):
-            trainer.save()
-            if number % 3 != 1:
-                trainer.assert_applied(live)
-
-
-def test_a_compacted_chain_is_read_through_its_new_base(tmp_path):
-    with Trainer(tmp_path, {"params/w": "ef4"}) as trainer:
-        for _ in range(4):
-            trainer.save()
-        live, late = opened(tmp_path), opened(tmp_path)
-        live.advance()
-        compact(tmp_path)
-        late.advance()
-        assert bits(late) == bits(live)
-        for _ in range(2):
-            trainer.save()
-            assert live.advance() and late.advance()
-            assert live.status().step == late.status().step == trainer.step
-            assert bits(late) == bits(live)
-
-
 def test_after_closing_nothing_is_followed_and_versions_stay(trainer):
     live = serving.follow(trainer.root, "params/**", poll_secs=0.01)
     live.wait_ready(HANG_SECS)
@@ -521,20 +447,6 @@ def test_after_closing_nothing_is_followed_and_versions_stay(trainer):
 
 
 # The WAL.
-
-
-@pytest.mark.parametrize("dense", ["whole", "delta"])
-def test_wal_records_are_followed(tmp_path, dense):
-    with Trainer(tmp_path, wal=deltackpt.WalOptions(dense=dense)) as trainer:
-        trainer.save()
-        live, steps_alone = opened(tmp_path), opened(tmp_path, wal=False)
-        for number in range(7):
-            trainer.save() if number == 3 else trainer.log()
-            trainer.assert_applied(live)
-            with live.version() as version:
-                assert (version.point is None) == (number == 3)
-            steps_alone.advance()
-            trainer.assert_shown(steps_alone, 1 if number < 3 else 5)
 
 
 # On devices.

@@ -406,19 +406,6 @@ def test_a_run_is_restored_on_every_other_topology_bit_for_bit(tmp_path, source)
             assert {point.step for point in manager.recovery_points()} == {3, 4}
 
 
-def test_training_continues_on_another_topology_with_deltas(tmp_path):
-    model = saved_run(tmp_path, Topology(8))[-1]
-    for step, target in enumerate([Topology(2), Topology(4, 2), Topology(1)], 5):
-        with target.manager(tmp_path) as manager:
-            restored = manager.restore_latest(template(target))
-            assert restored is not None
-            assert_holds(restored.state, model, target)
-            model = dataclasses.replace(model, touched=restored.touched).trained(step)
-            manager.save(step, target.state(model), touched=model.touched)
-            [report] = manager.wait_until_finished()
-            assert report.kind == "delta"
-
-
 def test_a_base_holds_plain_tables_that_any_zarr_reader_opens(tmp_path):
     [model, *_] = saved_run(tmp_path, Topology(8))
     layout = stored_saves.read_save(tmp_path / "0").layout
@@ -435,30 +422,6 @@ def test_a_base_holds_plain_tables_that_any_zarr_reader_opens(tmp_path):
         assert any(
             np.array_equal(array[rows], model.tables[name]) for array in found[MEMBERS[name].width]
         )
-
-
-def test_without_a_template_a_step_is_nested_dicts_of_logical_tables(tmp_path):
-    models = saved_run(tmp_path, Topology(4))
-    with Topology(1).manager(tmp_path, access="read") as manager:
-        state = manager.restore(2).state
-        rows = manager.read(2, {"users": (3, 9)}).tables
-    jax.tree.map(np.testing.assert_array_equal, state, models[2].plain())
-    [found] = rows.values()
-    np.testing.assert_array_equal(found["values"], models[2].tables["users"][3:9])
-
-
-def test_plain_tables_restore_what_a_stacked_run_saved(tmp_path):
-    models = saved_run(tmp_path, Topology(8))
-    slots = {
-        f"embeddings/{stack}/table/*": {
-            slot: f"embeddings/{stack}/slot/{slot}/{{name}}" for slot in ("accumulator", "counts")
-        }
-        for stack in STACKS
-    }
-    with opened(tmp_path, deltackpt.Tables(select="embeddings/*/table/*", slots=slots)) as manager:
-        restored = manager.restore_latest(jax.tree.map(jnp.zeros_like, models[-1].plain()))
-    assert restored is not None
-    jax.tree.map(np.testing.assert_array_equal, restored.state, models[-1].plain())
 
 
 def test_compaction_and_inspect_see_logical_rows(tmp_path):
@@ -490,23 +453,6 @@ def test_an_orbax_checkpoint_of_stacked_arrays_is_imported_and_restored_elsewher
         manager.save(8, target.state(after), touched=after.touched)
         [report] = manager.wait_until_finished()
         assert (report.kind, report.rows) == ("delta", moved_rows(model, after))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        deltackpt.DeltaOptions(policy=deltackpt.policies.Intermittent()),
-        deltackpt.DeltaOptions(base_snapshot="block"),
-    ],
-    ids=["intermittent", "blocking bases"],
-)
-def test_every_kind_of_save_reads_stacked_rows(tmp_path, options):
-    source, model, models = Topology(4, 2), Model.new(), {}
-    with source.manager(tmp_path, deltas=options) as manager:
-        for step in range(6):
-            commit(manager, step, source.state(model), touched=model.touched)
-            models[step], model = model, model.trained(step)
-    assert_steps(tmp_path, Topology(8), models)
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8", "adaptive4"])
@@ -541,18 +487,6 @@ def test_padding_keeps_the_values_of_a_template_of_arrays_and_is_zero_without(tm
         assert (held[padding] == value).all()
         rows = stack.physical_rows("items", np.arange(301))
         assert (held[rows, 10:] == value).all()
-
-
-def test_stacked_arrays_in_host_memory_are_saved_and_restored(tmp_path):
-    model, topology = Model.new(), Topology(2)
-    with topology.manager(tmp_path) as manager:
-        for step in range(3):
-            state = jax.tree.map(np.asarray, topology.state(model))
-            commit(manager, step, state, touched=model.touched)
-            found = manager.restore(step, state).state
-            assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
-            jax.tree.map(np.testing.assert_array_equal, found, topology.state(model))
-            model = model.trained(step)
 
 
 @pytest.fixture

@@ -100,27 +100,3 @@ def test_an_id_with_rows_on_two_processes_fails_the_restore_on_both(server, tmp_
         first, second = (found["error"] for found in job.each("twice", root=str(tmp_path / "root")))
     assert first["type"] == "DamagedKeys" and "in rows 0 and 63" in first["text"]
     assert "process 0 DamagedKeys" in second["text"] and "in rows 0 and 63" in second["text"]
-
-
-@pytest.mark.parametrize("at", ["during its shard", "before its manifest", "after its word"])
-def test_a_process_that_is_killed_loses_only_the_save_in_flight(server, tmp_path, at):
-    root = tmp_path / "root"
-    jobs = tmp_path / "jobs"
-    with Job(server, jobs, processes=2, devices=4) as job:
-        job.all("open", root=str(root))
-        job.all("begin")
-        put(job, [0], "base")
-        job.processes[1].ask("arm", at=at, action="kill")
-        job.processes[1].answer()
-        job.ask("put", step=1)
-        job.ask("wait")
-        assert job.processes[1].answer() is not None
-        job.processes[0].answer()
-        job.processes[0].answer()
-    with running(server, root, 4, cores=2) as job:
-        [step] = {found["step"] for found in job.all("resume")}
-        assert step in (0, 1)
-        put(job, [step + 1], "delta")
-        put(job, [step + 2], "full", call="append")
-    assert_newest(root, Topology(8), model_at(step + 2))
-    assert_newest(root, Topology(1), model_at(step + 2))

@@ -21,9 +21,8 @@ from test_tiers import Node as TrainingNode
 
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.nodes.blobs import MemoryBlobs
-from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.storage.node_client import Node
-from deltackpt.storage.store import Exists, Missing, Unanswered
+from deltackpt.storage.store import Exists, Missing
 from deltackpt.storage.striping import HEAD_BYTES, NodesStore
 
 MIB = 1 << 20
@@ -227,20 +226,6 @@ def test_a_damaged_head_and_a_lost_or_truncated_piece_are_named(store, addresses
             for reads in (store.get, store.length):
                 with pytest.raises(Damaged, match="head"):
                     reads("x")
-
-
-def test_a_lost_node_is_named_by_reads_and_writes():
-    with contextlib.ExitStack() as stack:
-        kept = [stack.enter_context(serving(MemoryBlobs(64 * MIB))) for _ in range(2)]
-        lost = NodeServer(MemoryBlobs(64 * MIB), bind="127.0.0.1", tokens=Tokens(TOKEN))
-        nodes = [each.address for each in (*kept, lost)]
-        store = stack.enter_context(contextlib.closing(NodesStore(nodes, "run", TOKEN)))
-        store.put("x", BIG)
-        lost.close()
-        with pytest.raises(Unanswered, match=lost.address):
-            store.get("x")
-        with pytest.raises(Unanswered, match=lost.address):
-            store.put("y", BIG)
 
 
 class _SilentBlobs(MemoryBlobs):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -24,12 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from running import comparison, demonstration, journal
-from running.digest import digest
 from t5_jax import data, demo, main, model, trainer
 
 import deltackpt
 from deltackpt.format import row_blocks
-from deltackpt.options import Tracking
 from deltackpt.tracking import fingerprints
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "t5x"
@@ -309,42 +306,6 @@ def test_step_marks_exactly_the_rows_that_it_changes(rows, dimensions):
     moved = np.asarray(split.fields[name][always]) != statistics
     assert {3, rows - 1} <= set(np.flatnonzero(moved.reshape(rows, -1).any(axis=1)).tolist())
     assert 3 not in marked
-
-
-@pytest.fixture
-def manager_of(tmp_path):
-    """Creates managers and closes them after the test."""
-    with contextlib.ExitStack() as stack:
-
-        def make(tracking: Tracking) -> deltackpt.CheckpointManager:
-            manager = deltackpt.CheckpointManager(
-                tmp_path / tracking,
-                handlers={"embeddings": trainer.checkpoint_tables()},
-                options=deltackpt.ManagerOptions(
-                    deltas=deltackpt.DeltaOptions(tracking=tracking),
-                    writes=deltackpt.WriteOptions(durability="process"),
-                ),
-            )
-            return stack.enter_context(manager)
-
-        yield make
-
-
-def test_fingerprints_find_the_marked_rows(manager_of):
-    options = trainer.TrainOptions(sizes=SIZES)
-    step, state = trainer.train_step(options), trainer.init_state(options)
-    managers = manager_of("touched"), manager_of("fingerprints")
-    written = []
-    for number in range(3):
-        state, _ = step(state, batch_of(3 + number, 9 + number, SIZES.rows))
-        for manager in managers:
-            manager.save(number, state)
-            [report] = manager.wait_until_finished()
-            written.append((report.kind, report.rows))
-    # Two words, two sentinels, the end, and the padding, from which the decoder starts.
-    assert written == [("base", SIZES.rows)] * 2 + [("delta", 6)] * 4
-    for manager in managers:
-        assert digest(manager.restore(2, trainer.abstract_state(options)).state) == digest(state)
 
 
 def test_a_run_learns():

@@ -371,12 +371,6 @@ def test_an_interrupted_save_leaves_a_name_and_the_run_resumes_from_the_previous
     assert run.saves()[4].kind == "delta"
 
 
-def test_a_damaged_newest_step_is_skipped_with_a_warning(run):
-    stored_chunks(run.step(3), "*", segment="dense.*")[0].flip()
-    with run.trainer() as manager, pytest.warns(UserWarning, match="3"):
-        assert_same(manager.restore(path=run.newest()), run.states[2])
-
-
 @pytest.mark.parametrize(
     ("older", "arguments"),
     [(1, {}), pytest.param(2, {"save_dtype": None}, id="without a dtype for saves")],

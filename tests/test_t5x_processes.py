@@ -23,9 +23,6 @@ from many import Job, Server
 
 from deltackpt import inspect
 
-#: Timeout for a missing process: longer than the skew of processes on a busy machine.
-PEERS_SECS = 2.0
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -136,31 +133,6 @@ def test_a_save_of_two_processes_resumes_on_two_then_on_one_and_back(server, tmp
     assert kinds(model_dir)[5] == "delta" and rows(model_dir, 5) == t5x_worker.changed(5)
 
 
-@pytest.mark.parametrize("partitions", [1, 4])
-def test_a_table_may_be_replicated_or_cut_across_processes(server, tmp_path, partitions):
-    model_dir = tmp_path / "model"
-    model_dir.mkdir()
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        opened(job, model_dir, partitions=partitions, data=True)
-        job.all("start")
-        saved(job, 1, 2)
-        job.all("close")
-        opened(job, model_dir, partitions=partitions, data=True)
-        restored(job, model_dir, 2)
-        assert batches(job) == [2, 2]
-        saved(job, 3)
-        job.all("close")
-        # With a different sharding than at the save.
-        opened(job, model_dir, partitions=2)
-        restored(job, model_dir / "checkpoint_2", 2)
-        job.all("train", to=3)
-        # Process 0 has moved the later step aside.
-        assert "rolled-back" in str(job.all("save")[0]["warnings"])
-        job.close()
-    assert kinds(model_dir) == {1: "base", 2: "delta", 3: "delta"}
-    assert rows(model_dir, 3) == t5x_worker.changed(3)
-
-
 def test_the_data_position_is_restored_only_on_as_many_processes(server, tmp_path, model_dir):
     with Job(server, tmp_path / "jobs", processes=1, devices=4) as job:
         for reads in (False, True):
@@ -218,102 +190,4 @@ def test_processes_restore_the_same_step_if_one_sees_an_older_listing(
         job.close()
 
 
-def test_no_process_continues_if_one_cannot_read(server, tmp_path, model_dir):
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        opened(job, model_dir, partitions=2, reads=True)
-        job.ask("spoil", of=[1])
-        job.answers(of=[1])
-        errors = [answer["error"] for answer in job.each("restore", path=str(model_dir))]
-        assert [error["type"] for error in errors] == ["RestoreError", "Damaged"]
-        assert "found on process 1" in errors[0]["text"]
-        # A trainer resumes from what each process can read.
-        opened(job, model_dir, partitions=2)
-        job.ask("spoil", of=[1])
-        job.answers(of=[1])
-        restored(job, model_dir, 3)
-        saved(job, 4)
-        job.close()
-
-
-def test_a_start_that_process_0_refuses_is_refused_on_every_process(server, tmp_path, model_dir):
-    for step in (1, 2, 3):
-        (model_dir / f"checkpoint_{step}").unlink()
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        arguments = {"model_dir": str(model_dir), "partitions": 2}
-        for answer in job.each("open", **arguments):
-            assert answer["error"]["type"] == "OptionError"
-            assert "start again" in answer["error"]["text"]
-        opened(job, model_dir, partitions=2)
-        restored(job, model_dir, 3)
-        job.close()
-
-
 # Failed saves and killed processes.
-
-
-def test_a_save_that_fails_on_one_process_fails_on_all_and_the_next_holds_its_rows(
-    server, tmp_path
-):
-    model_dir = tmp_path / "model"
-    model_dir.mkdir()
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        opened(job, model_dir, partitions=2)
-        job.all("start")
-        job.all("train", to=1)
-        job.ask("fault", of=[1], at="before its shard")
-        job.answers(of=[1])
-        # The first save is waited for, and has no name until its commit.
-        for answer in job.each("save"):
-            assert answer["error"]["type"] == "SaveFailed"
-        assert not list(model_dir.glob("checkpoint_*"))
-        saved(job, 1)
-        job.ask("fault", of=[1], at="before its shard")
-        job.answers(of=[1])
-        job.all("train", to=2)
-        assert job.one("save")["taken"]
-        job.all("train", to=3)
-        for answer in job.all("save", emergency=True):
-            assert answer["taken"] and "step 2 failed" in str(answer["warnings"])
-        assert kinds(model_dir) == {1: "base", 3: "delta"}
-        assert rows(model_dir, 3) == sorted(t5x_worker.changed(2) + t5x_worker.changed(3))
-        # The step itself may be saved again.
-        job.ask("fault", of=[0], at="before its shard")
-        job.answers(of=[0])
-        job.all("train", to=4)
-        assert job.one("save")["taken"]
-        for answer in job.all("save"):
-            assert answer["taken"] and "saved again" in str(answer["warnings"])
-        job.close()
-    assert kinds(model_dir) == {1: "base", 3: "delta", 4: "delta"}
-
-
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_process_is_named_and_a_restart_resumes_from_the_newest_committed_step(
-    server, tmp_path, model_dir, killed
-):
-    other = 1 - killed
-    with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
-        opened(job, model_dir, partitions=2, data=True)
-        restored(job, model_dir, 3)
-        job.all("limit", processes_secs=PEERS_SECS)
-        job.ask("arm", of=[killed], at="before its manifest", action="kill")
-        job.answers(of=[killed])
-        job.all("train", to=4)
-        job.ask("save")
-        assert "error" not in job.answers(of=[other])[0]
-        job.processes[killed].wait_reached("before its manifest")
-        job.ask("settle", of=[other])
-        [answer] = job.answers(of=[other])
-        assert answer["error"]["type"] == "SaveFailed"
-        assert answer["error"]["cause"]["type"] == "ProcessMissing"
-        assert answer["error"]["cause"]["processes"] == [killed]
-    assert (model_dir / "checkpoint_4").is_symlink()
-    assert not (model_dir / "deltackpt" / "4").exists()
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        opened(job, model_dir, partitions=2, data=True)
-        for told in restored(job, model_dir / "checkpoint_4", 3):
-            assert "resuming from step 3" in told
-        assert batches(job) == [3, 3]
-        saved(job, 4)
-        job.close()
-    assert kinds(model_dir)[4] == "delta" and rows(model_dir, 4) == t5x_worker.changed(4)

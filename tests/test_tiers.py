@@ -370,28 +370,6 @@ def test_the_default_staging_directory_is_in_the_users_cache(one, tmp_path, monk
 # ---- outages and staging space
 
 
-def test_an_outage_delays_uploads_and_fails_no_save(breakable, tmp_path):
-    one, other = itertools.islice(nodes(breakable.server, tmp_path), 2)
-    with one.manager(timeouts=Timeouts(store_secs=2.0), wait_for="staging") as manager:
-        one.saves(manager, 0)
-        eventually(lambda: one.root() == [0], "the first save came to the root")
-        breakable.end()
-        one.saves(manager, 1, 2, 3)
-
-        def reported() -> bool:
-            manager.check_for_errors()
-            manager.wait_until_finished()
-            return bool(one.events.of(FailureEvent))
-
-        eventually(reported, "the outage is reported")
-        [failure] = one.events.of(FailureEvent)
-        assert (failure.operation, failure.step) == ("upload", None)
-        assert manager.all_steps() == [0, 1, 2, 3]
-        breakable.start()
-        eventually(lambda: one.root() == [0, 1, 2, 3], "all saves came to the root")
-    other.resumed(3, like=one)
-
-
 def test_waiting_for_the_root_times_out_in_an_outage_and_loses_nothing(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
     one.run(0)
@@ -527,15 +505,6 @@ def test_staged_steps_that_another_run_superseded_are_moved_aside(one, other):
     assert one.root() == [0, 1, 3, 4]
     [aside] = (one.stage.path / "aside").iterdir()
     assert sorted(step.name for step in aside.iterdir()) == ["1", "2"]
-
-
-def test_a_claim_that_never_trained_makes_no_save_stale(one, other):
-    one.staged_run(0, 1)
-    with other.manager() as manager:
-        assert manager.all_steps() == []
-    with one.manager() as manager:
-        assert manager.all_steps() == [0, 1]
-    assert one.root() == [0, 1]
 
 
 def test_a_trainer_that_lost_the_root_is_fenced(node):

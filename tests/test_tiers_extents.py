@@ -87,35 +87,11 @@ def node(s3, tmp_path) -> Iterator[Callable[[], ExtentNode]]:
     yield lambda: next(made)
 
 
-def test_saves_that_were_never_uploaded_are_restored_after_a_power_cut(one, monkeypatch):
-    with monkeypatch.context() as patch:
-        without_uploader(patch)
-        with one.manager() as manager:
-            for step in range(4):
-                one.save(manager, step, metrics={"loss": float(step)})
-    assert one.after_power_cut(3).source == ("extents",) * 4
-    one.cut_power()
-    with one.manager(wait_for="remote") as manager:
-        one.restore(manager)
-        one.saves(manager, 4)
-        assert one.root() == [0, 1, 2, 3, 4]
-        assert one.restore(manager, 4).source == (*("extents",) * 4, "staging")
-
-
 def test_uploaded_saves_are_read_from_the_extents_if_staging_is_lost(one):
     one.run(0, 1, 2, wait_for="remote")
     assert one.after_power_cut(2).source == ("extents",) * 3
     shutil.rmtree(one.extents)
     assert one.after_power_cut(2).source == ("directory",) * 3
-
-
-@pytest.mark.filterwarnings("ignore:.*rolled-back")
-def test_rolled_back_saves_do_not_return(one, alone):
-    one.run(0, 1, 2, 3)
-    one.run(2, start=1)
-    one.after_power_cut(2, [0, 1, 2])
-    one.run(1, start=0)
-    one.after_power_cut(1, [0, 1])
 
 
 def test_saves_that_another_trainer_continued_without_are_moved_aside(node, monkeypatch):
@@ -287,16 +263,6 @@ def test_only_the_user_can_read_the_files_of_a_run_on_a_node(one, made_before, s
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_save_that_reaches_the_extents_late_keeps_earlier_saves(one, alone):
-    one.run(0)
-    # Committed, but not in the extents, as after a kill.
-    with failing("put"), pytest.raises(SaveFailed):
-        one.run(1)
-    one.run(2)
-    one.after_power_cut(2, [0, 1, 2])
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_damaged_bundle_does_not_remove_earlier_ones(one, alone):
     for step in range(3):
         one.run(step)
@@ -318,20 +284,6 @@ def test_a_save_with_a_damaged_header_is_reported(one, alone):
     assert reported
 
 
-@pytest.mark.parametrize("last_is_base", [False, True], ids=["delta", "base"])
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_rolled_back_saves_that_are_still_remote_are_ignored_after_a_power_cut(
-    one, monkeypatch, last_is_base
-):
-    one.run(0, 1, 2, 3, bases=[3] if last_is_base else [], wait_for="remote")
-    with monkeypatch.context() as patch:
-        without_uploader(patch)
-        one.run(2, start=1)
-        one.after_power_cut(2)
-    one.run(3, wait_for="remote")
-    assert one.root() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("lost", ["step", "manifest"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_staging_lost_is_read_from_the_extents(one, alone, lost):
@@ -343,17 +295,6 @@ def test_what_staging_lost_is_read_from_the_extents(one, alone, lost):
         for path in (one.stage.steps / "2").rglob("manifest.0.msgpack"):
             path.write_bytes(b"altered")
     one.resumed(2)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_deleted_step_does_not_remove_earlier_ones(one, alone):
-    for step in range(2):
-        one.run(step, bases=[step])
-    with one.manager() as manager:
-        one.restore(manager)
-        one.saves(manager, 2, bases=[2])
-        manager.delete(1)
-    one.after_power_cut(2, [0, 2])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -443,24 +384,3 @@ def test_saves_repaired_from_the_extents_are_uploaded(one, monkeypatch):
         one.saves(manager, 3)
         eventually(lambda: 3 in one.root() or len(damaged().damaged) > 3, "it is uploaded")
     assert one.root() == [0, 1, 2, 3]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_abandoned_saves_with_their_own_chain_are_rolled_back_remotely(one, monkeypatch):
-    one.run(0, 1, 2, 3, bases=[2, 3], wait_for="remote")
-    with monkeypatch.context() as patch:
-        without_uploader(patch)
-        one.run(2, 3, 4, start=1)
-    one.after_power_cut(4)
-    one.run(5, wait_for="remote")
-    assert one.root() == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("idle_starts", [0, 1])
-def test_extents_that_were_unavailable_do_not_bring_back_abandoned_saves(one, alone, idle_starts):
-    one.run(0, 1, 2, 3, bases=[3])
-    one.run(2, start=1, extents=None)  # The disk is unavailable; staging is never lost.
-    for _ in range(idle_starts):
-        one.resumed(2, extents=None)  # A start that saves nothing.
-    one.resumed(2)  # The disk is back.

@@ -104,26 +104,6 @@ def test_a_job_saves_to_a_bucket_and_another_resumes_elsewhere(
     assert at_root() == [0, 1, 3, 4]
 
 
-@pytest.mark.parametrize(("shared", "is_restored"), [(True, True), (False, True), (False, False)])
-def test_a_deleted_step_is_saved_again(server, bucket, tmp_path, shared, is_restored):
-    url = bucket.bucket(f"again{shared}{is_restored}".lower()) + "/run"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        opened(job, url, tmp_path, bucket.endpoint, shared=shared)
-        job.all("start", place=PLACE)
-        assert [saved(job, step) for step in range(3)] == ["base", "delta", "delta"]
-        if is_restored:
-            assert_restores(job, 2)
-        job.all("delete", step=2)
-        assert saved(job, 2) == "base"
-        assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 2]
-        job.close()
-    assert verify_root(url, endpoint=bucket.endpoint).intact
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        opened(job, url, tmp_path / "elsewhere", bucket.endpoint, shared=True)
-        assert_restores(job, 2)
-        job.close()
-
-
 def test_unmarked_rows_of_one_process_leave_the_epoch_after_them_to_process_0(bucket, tmp_path):
     url, log = bucket.bucket("unmarked") + "/run", {"directory": str(tmp_path / "log")}
 
@@ -181,23 +161,6 @@ def test_dense_blocks_are_uploaded_to_a_bucket_and_compacted_there(
             assert saved(job, newest + 1) == "delta"
             job.close()
         assert verify_root(url, endpoint=bucket.endpoint).intact
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["one stage", "stages"])
-def test_dense_leaves_in_a_bucket_are_restored_without_the_orbax_handler(
-    server, bucket, tmp_path, shared
-):
-    url = bucket.bucket(f"straight-{shared}".lower()) + "/run"
-    for name in ("first", "elsewhere"):
-        with Job(server, tmp_path / "jobs", processes=2) as job:
-            opened(job, url, tmp_path / name, bucket.endpoint, shared=shared)
-            if name == "first":
-                job.all("start", place=PLACE)
-                saved(job, 0)
-            job.all("fault", at="reading through Orbax")
-            for where in (PLACE, {"mesh": [4, 1], "layout": "turned"}, None):
-                assert_restores(job, 0, where)
-            job.close()
 
 
 class Nodes:
@@ -335,20 +298,6 @@ def test_a_job_with_another_process_count_resumes_from_the_newest_step(nodes):
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
 
 
-@pytest.mark.parametrize("process", [0, 1])
-def test_if_one_process_cannot_write_its_orders_no_process_starts_the_first_save(nodes, process):
-    with nodes.job() as job:
-        nodes.open(job)
-        job.all("start", place=PLACE)
-        job.processes[process].ask("fault", at="writing orders")
-        job.processes[process].answer()
-        errors = [answer["error"]["type"] for answer in job.each("save")]
-        assert (errors[process], errors[1 - process]) == ("OSError", "ProcessFailed")
-        assert saved(job, 1) == "base"
-        assert_restores(job, 1)
-        job.close()
-
-
 def test_a_damaged_staged_shard_is_reported_to_all_and_the_next_save_is_a_base(nodes):
     with nodes.job() as job:
         saves_that_wait(nodes, job)
@@ -413,35 +362,6 @@ def test_a_bucket_outage_delays_uploads_on_every_node_and_no_save(nodes, policy)
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
     view = JournalView(buckets.locate(nodes.url, endpoint=nodes.bucket.endpoint).open())
     assert not [key for key in view.root.keys() if "shard-reports" in key]
-
-
-def test_damage_in_a_shared_staging_directory_is_reported_to_all_processes(nodes):
-    stage = nodes.folder / "shared"
-    with nodes.job() as job:
-        tiers = {
-            "staging_dir": str(stage),
-            "endpoint": nodes.bucket.endpoint,
-            "wait_for": "staging",
-        }
-        job.all("open", root=nodes.url, tiers=tiers)
-        job.all("start", place=PLACE)
-        saved(job, 0)
-        wait_until(lambda: nodes.at_root() == [0], "step 0 comes to the root")
-        for pid in uploaders(stage):
-            os.kill(pid, signal.SIGSTOP)
-        assert saved(job, 1) == "delta"
-        layer = stage / "steps" / "1" / "embeddings" / "layer.1"
-        layer.write_bytes(bytes(len(layer.read_bytes())))
-        for pid in uploaders(stage):
-            os.kill(pid, signal.SIGCONT)
-        found = StagingDir(stage)
-        orders = found.orders()
-        assert orders is not None
-        wait_until(lambda: found.progress(orders.holder).damaged, "the uploader reports")
-        assert saved(job, 2) == "base"
-        assert saved(job, 3) == "delta"
-        job.close()
-    wait_until(lambda: nodes.at_root() == [0, 2, 3], "the base and its delta come to the root")
 
 
 def test_staging_directories_that_some_processes_cannot_see_are_refused(server, bucket, tmp_path):

@@ -233,19 +233,6 @@ def test_an_uploader_killed_during_an_upload_is_followed_by_another(alone, monke
     other.resumed(3, like=one, wait_for="staging")
 
 
-def test_an_outage_only_delays_the_wal(breakable, tmp_path):
-    one, other = itertools.islice(made(breakable.server, tmp_path), 2)
-    with one.manager() as manager:
-        one.saves(manager, 0)
-        breakable.end()
-        one.log(manager, 1, 2)
-        one.save(manager, 3)
-        one.log(manager, 4, 5)
-        breakable.start()
-    one.uploads(5)
-    other.resumed(5, like=one)
-
-
 # ---- several nodes
 
 

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
-from flax.training.train_state import TrainState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -442,33 +440,6 @@ def test_find_rejects_states_that_disagree_and_joins_others():
         touched.find([one, touched.init({"emb": jnp.zeros((4, 2))})])
 
 
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, ids):
-        return nn.Dense(1)(nn.Embed(ROWS, 4, name="emb")(ids)).sum()
-
-
-def linen_trained(state_type, optimizer, mark, **fields):
-    """The found TouchState after a Linen model's step with the ids 2 and 5."""
-    model, ids = Linen(), jnp.array([2, 5])
-    params = model.init(jax.random.key(0), ids)["params"]
-    fields = {name: made(params) for name, made in fields.items()}
-    state = state_type.create(apply_fn=model.apply, params=params, tx=optimizer, **fields)
-
-    @jax.jit
-    def step(state, ids):
-        grads = jax.grad(lambda params: state.apply_fn({"params": params}, ids))(state.params)
-        return state.apply_gradients(grads=grads, **mark(state, ids))
-
-    return touched.find(step(state, ids))
-
-
-def test_linen_train_state():
-    optimizer = touched.track(optax.adagrad(0.1), "emb/embedding")
-    found = linen_trained(TrainState, optimizer, lambda state, ids: {})
-    assert stamped(found, "emb/embedding") == [2, 5]
-
-
 class Nnx(nnx.Module):
     def __init__(self, rngs):
         self.emb = nnx.Embed(ROWS, 4, rngs=rngs)
@@ -511,17 +482,3 @@ def test_nnx_mark_beside_the_model():
 
     step(rows, jnp.array([4, 4]))
     assert stamped(touched.find({"model": nnx.state(model), "touched": rows})) == [4]
-
-
-class MarkedState(TrainState):
-    touched: TouchState
-
-
-def test_linen_mark_as_a_field_of_the_train_state():
-    found = linen_trained(
-        MarkedState,
-        optax.sgd(0.1),
-        lambda state, ids: {"touched": touched.mark(state.touched, {"emb/embedding": ids})},
-        touched=lambda params: touched.init({"emb/embedding": params["emb"]["embedding"]}),
-    )
-    assert stamped(found, "emb/embedding") == [2, 5]

@@ -14,7 +14,7 @@ from flat_options import manager_options
 
 import deltackpt
 from deltackpt import touched
-from deltackpt.errors import Damaged, NoIntactStep
+from deltackpt.errors import Damaged
 from deltackpt.testing import paused_saves, stored_chunks
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -125,16 +125,3 @@ def test_rows_touched_between_snapshot_and_commit_are_in_the_next_delta(tmp_path
         state, marks = model.train(state, marks, 3)
         assert saver.save(3, state, touched=marks).kind == "delta"
     model.assert_same(newest(tmp_path, state).state, state)
-
-
-def test_without_an_intact_step_the_error_reports_what_is_wrong_with_the_newest(tmp_path):
-    state = model.initial()
-    with manager(tmp_path) as saver:
-        saver.save(1, state)
-    next((tmp_path / "1").glob("embeddings/manifest.0.msgpack")).write_bytes(b"")
-    with (
-        manager(tmp_path, access="read") as reader,
-        pytest.warns(UserWarning, match="skipped"),
-        pytest.raises(NoIntactStep, match="found none among 1 step: .*manifest"),
-    ):
-        reader.restore_latest(state)

@@ -30,7 +30,6 @@ from test_compact import run_compaction, write_chain
 
 from deltackpt import inspect
 from deltackpt.errors import (
-    Damaged,
     ForeignDirectory,
     RestoreError,
     StepNotFound,
@@ -400,23 +399,6 @@ def test_an_altered_lease_is_damage_that_stops_no_restore(root):
         assert all(restorable(report))
 
 
-def test_steps_removed_during_verification_are_not_damage(tmp_path, monkeypatch):
-    """Retention removes the chain while its files are read."""
-    write_chain(tmp_path, 3)
-    real = integrity.check_files
-
-    def checked(directory: StorePath, *args, **kwargs):
-        if directory.name == "1" and (tmp_path / "1").exists():
-            for step in ("2", "1", "0"):
-                os.rename(tmp_path / step, tmp_path / f"{naming.REMOVED}{step}")
-        return real(directory, *args, **kwargs)
-
-    monkeypatch.setattr(integrity, "check_files", checked)
-    report = verify_root(tmp_path)
-    assert report.problems == () and report.steps == ()
-    assert "1: removed while it was verified" in report.notes
-
-
 def test_a_chain_replaced_by_compaction_during_verification_is_intact(tmp_path):
     write_chain(tmp_path, 3)
 
@@ -429,33 +411,6 @@ def test_a_chain_replaced_by_compaction_during_verification_is_intact(tmp_path):
         report = verify_root(tmp_path)
     assert report.intact
     assert [(step.step, step.chain) for step in report.steps] == [(2, ("compacted/1", "2"))]
-
-
-def test_a_save_that_is_replaced_while_ids_are_read_is_not_damage(tmp_path):
-    write_chain(tmp_path, 2)
-
-    def replaced(*_):
-        raise Damaged("0/embeddings/0/table/ids/c.0", "a file", "no such file")
-
-    with model.before_first_call(reader, "verify_keys", replaced):
-        report = verify_root(tmp_path)
-    assert report.problems == () and report.intact
-
-
-def test_a_base_that_retention_is_removing_is_not_damage(tmp_path, monkeypatch):
-    """The base's item is already renamed, but its folder still exists."""
-    write_chain(tmp_path, 2)
-    run_compaction(tmp_path, 1)
-    real = inventory.read_inventory
-
-    def removing(folder: StorePath, item: str, **kwargs):
-        if folder.parent.name == naming.COMPACTED and (folder / item).exists():
-            os.rename(folder / item, tmp_path / f"{naming.REMOVED}1")
-        return real(folder, item, **kwargs)
-
-    monkeypatch.setattr(inventory, "read_inventory", removing)
-    report = verify_root(tmp_path)
-    assert report.intact and "compacted/1: removed while it was verified" in report.notes
 
 
 @pytest.mark.parametrize("steps", [None, [1]])

@@ -366,21 +366,6 @@ def test_many_lossy_records_err_no_more_than_one(run):
         np.testing.assert_array_equal(found[5:], rows[5:])
 
 
-def test_ids_given_to_append_are_used_as_touched_rows(run):
-    with run.started() as manager:
-        for _ in range(3):
-            run.step += 1
-            run.state, ids = model.move(run.state, run.step)
-            run.touched = touched.mark(run.touched, ids)
-            run.states[run.step] = run.state
-            # In another order.
-            given = {name: np.asarray(rows)[::-1] for name, rows in ids.items()}
-            manager.append(run.step, run.state, touched=run.touched, ids=given)
-        run.save()
-        run.append()
-    assert run.restarted().step == 5
-
-
 def test_the_next_save_detects_ids_that_left_out_a_touched_row(run):
     with run.started() as manager:
         run.state, ids = model.move(run.state, 1)

@@ -163,20 +163,6 @@ def test_a_damaged_wal_is_read_only_twice_while_its_trainer_commits(copy):
     assert len(looks) == 2
 
 
-@pytest.mark.parametrize("torn", [0, 1, 60, 4095, 4096, 5000, -200, -40, -3, -1])
-def test_a_record_torn_by_a_kill_is_not_damage(torn, copy):
-    """The beginning of a record that was never acknowledged."""
-    last = segments(copy.root)[-1]
-    os.truncate(last, last.stat().st_size + torn if torn < 0 else torn)
-    (last.parent / NAME).unlink()
-    found, warned, _ = restore(copy.root)
-    assert found.skipped == () and found.step < copy.newest
-    assert not any("skipped" in text for text in warned)
-    report = verify_root(copy.root)
-    assert report.intact and copy.newest not in {one.point.step for one in report.points}
-    assert torn >= 0 or any("torn record" in note for note in report.notes)
-
-
 def test_zeros_after_a_power_cut_are_not_damage(copy):
     last = segments(copy.root)[-1]
     intact = last.read_bytes()

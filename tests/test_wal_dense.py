@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from damages import flip
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from made_up_wals import change, records_in, to
 from test_wal_disk import CALLS, LOG, assert_nothing_is_tried_again
 
@@ -159,41 +158,6 @@ def test_every_point_is_exact_and_a_record_holds_what_changed(tmp_path, training
         assert sum(floats) == 10 + 9 + 8
         assert {group for group, _ in stored} == {"float32", "bfloat16", "plain"}
     assert verify_root(tmp_path).intact
-
-
-def test_errors_of_many_records_do_not_grow(tmp_path, training):
-    errors = []
-    with training.opened(codec=LOSSY, max_wal_ratio=1e9) as manager:
-        training.save()
-        for number in range(400):
-            training.append()
-            training.states = {}
-            # The last records before a whole one, and thus furthest from one.
-            if number in (15, 191, 399):
-                manager.wait_appended()
-                found = manager.restore(training.step, training.state)
-                errors.append(error_of(found.state, training.state))
-    assert len(wholes_of(tmp_path)) == 400
-    for found in errors:
-        assert found.keys() == CHANGED
-        assert found["params/kernel"] < 1e-3 and found["params/wide"] < 1e-4
-        assert all(found[name] < 1.5 * errors[0][name] for name in found)
-
-
-def test_a_point_restores_onto_other_devices(training):
-    with training.opened(codec=LOSSY) as manager:
-        training.start(3)
-        expected = manager.restore(training.step, training.state).state
-        mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
-        split = NamedSharding(mesh, PartitionSpec("x"))
-
-        def placed(leaf):
-            return jax.device_put(leaf, split) if leaf.ndim and leaf.shape[0] % 2 == 0 else leaf
-
-        wanted = jax.tree.map(placed, training.state)
-        found = manager.restore(training.step, wanted).state
-    assert found["params"]["kernel"].sharding.is_equivalent_to(split, 2)
-    assert error_of(found, expected) == {}
 
 
 def test_references_of_the_wal_are_separate_from_those_of_saves(tmp_path, training):

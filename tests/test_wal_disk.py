@@ -85,29 +85,6 @@ def records_in_wal(root: Path) -> list[int]:
     return [point.step for point in reversed(epoch.recovery_points)]
 
 
-@pytest.mark.parametrize("kind", CALLS[:2])
-def test_rows_of_a_failed_record_are_in_the_next_one(kind, tmp_path, run, disk):
-    failed = []
-    with run.open() as manager:
-        run.save_initial()
-        disk.calls.clear()
-        disk.fail(kind, LOG, after=2)
-        for _ in range(4):
-            with quiet():
-                run.append()
-            try:
-                assert isinstance(manager.wait_appended(), RecoveryPoint)
-            except AppendFailed:
-                failed.append(run.step)
-    assert len(disk.failures) == len(failed) == 1
-    assert_nothing_is_tried_again(disk)
-    assert_no_seq_twice(tmp_path)
-    assert records_in_wal(tmp_path) == [step for step in (1, 2, 3, 4) if step not in failed]
-    with run.open():
-        result = run.resume()
-        assert result.step == 4 and result.skipped == ()
-
-
 def test_rows_queued_behind_a_failure_are_in_the_next_record(tmp_path, run, disk):
     with run.open() as manager:
         run.save_initial()

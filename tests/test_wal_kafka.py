@@ -167,36 +167,6 @@ def test_dense_leaves_of_each_kind_return(cluster, topic, tmp_path, dense):
     run.assert_resumes(5)
 
 
-def test_records_survive_a_node_whose_checkpoints_are_in_a_bucket(cluster, topic, tmp_path):
-    (tmp_path / "s3").mkdir()
-    with servers.s3(tmp_path / "s3") as server, servers.environment_of(server):
-        wal = options(topic, cluster.config).wal
-
-        def staged(name: str) -> deltackpt.ManagerOptions:
-            tiers = deltackpt.Tiers(staging_dir=tmp_path / name, endpoint=server.endpoint)
-            return deltackpt.ManagerOptions(wal=wal, tiers=tiers)
-
-        run = KafkaRun(tmp_path, topic, cluster.config)
-        run.root = f"{server.bucket('bucket')}/run"
-        with run.open(staged("lost")):
-            run.start(4)
-        wal_of_topic = KafkaWal(config=cluster.config)
-        standby = Follower(
-            run.root, item="embeddings", endpoint=server.endpoint, wal=wal_of_topic, soft=False
-        )
-        assert standby.advance() and standby.loaded.point.step == 4
-        end_uploaders(tmp_path / "lost")
-        shutil.rmtree(tmp_path / "lost")
-        with run.open(staged("other")):
-            assert run.resume().step == 4
-            run.log()
-            # Once the header of the new epoch is uploaded.
-            wait_until(lambda: standby.advance() and standby.loaded.point.step == 5, "it follows")
-        with run.open(staged("other")):
-            assert run.resume().step == 5
-        end_uploaders(tmp_path / "other")
-
-
 def end_uploaders(staging_dir: Path) -> None:
     for process in uploaders(staging_dir):
         os.kill(process, signal.SIGKILL)

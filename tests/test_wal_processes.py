@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from many_worker import Model
 from test_processes import assert_read_alone
 
 TRAINED = {"mesh": [2, 2]}
-ACROSS = {"mesh": [2, 2], "across": "y"}
 #: A call number that no test reaches otherwise.
 FAR = 5000
 
@@ -153,51 +151,6 @@ def test_points_restore_bit_for_bit_on_fewer_and_on_more(server, tmp_path, proce
         job.close()
 
 
-@pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
-def test_changed_rows_are_found_by_ids_or_by_fingerprints(server, tmp_path, tracking):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, ACROSS, tracking=tracking)
-        logged(job, 4, ids=tracking == "touched")
-        job.all("train", to=5)
-        assert job.one("save")["kind"] == "delta"
-        job.all("wait")
-        logged(job, 7, ids=tracking == "touched")
-        found = restored(job, "restore_latest", place=TRAINED, like=7)
-        assert (found["point"], found["wrong"]) == (7, None)
-        job.close()
-    for step in (3, 5, 7):
-        assert_read_alone(root, step)
-
-
-@pytest.mark.parametrize("to", [0, 2], ids=["a step", "a point"])
-def test_a_rollback_of_all_leaves_later_points_behind(job, root, to):
-    logged(job, 4)
-    found = restored(job, "restore", step=to, place=TRAINED, like=to)
-    assert (found["step"], found["wrong"]) == (to, None)
-    assert job.one("points")["points"] == [4, 3, 2, 1]
-    logged(job, to + 1)
-    assert job.one("points")["points"] == list(range(to + 1, 0, -1))
-    job.close()
-    assert_read_alone(root, to + 1)
-
-
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_damaged_record_that_one_process_finds_skips_the_points_for_every_process(
-    server, tmp_path, job, root, process
-):
-    logged(job, 5)
-    job.close()
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(root), log={})
-        job.all("find_damage", process=process, record=4)
-        for answer in job.all("restore_latest", place=TRAINED, like=3):
-            assert (answer["point"], answer["wrong"]) == (3, None)
-            [[step, error]] = answer["skipped"]
-            assert (step, error["type"]) == (5, "DamagedWal")
-        job.close()
-
-
 # Slow or lost processes.
 
 
@@ -214,35 +167,6 @@ def test_the_newest_point_is_the_last_that_a_killed_process_has(server, tmp_path
     with Job(server, tmp_path / "jobs", processes=2) as job:
         assert_restores(job, root, TRAINED, 3)
         job.close()
-
-
-def test_a_stopped_process_is_named_and_holds_the_point_back_until_it_continues(two, root):
-    started(two, root, TRAINED, log={"deadline_secs": 1.0})
-    logged(two, 2)
-    two.processes[1].kill(signal.SIGSTOP)
-    told = of_one(two, 0, "run_until_told", at_most=FAR)
-    assert told["code"] == "wal-behind" and "process 1" in told["message"], told
-    assert of_one(two, 0, "wait_appended")["recovery"] == [2, True]
-    assert_read_alone(root, 2)
-    two.processes[1].kill(signal.SIGCONT)
-    of_one(two, 1, "run_on", to=told["step"])
-    two.all("wait_recovery", step=told["step"])
-    two.close()
-
-
-def test_a_stopped_process_0_is_named_by_the_call_that_needs_its_answer(two, root):
-    started(two, root, TRAINED, processes_secs=3.0)
-    logged(two, 1)
-    two.processes[0].kill(signal.SIGSTOP)
-    two.ask("run_on", to=9, of=[1])
-    error = two.processes[1].answer()["error"]
-    two.processes[0].kill(signal.SIGCONT)
-    assert (error["type"], error["processes"]) == ("ProcessMissing", [0]), error
-    # Nothing is lost that was durable before, and the next manager starts clean.
-    two.all("open", root=str(root), log={})
-    found = restored(two, "restore_latest", place=TRAINED, like=1)
-    assert (found["point"], found["wrong"]) == (1, None)
-    assert_goes_on(two, root, 3, [3, ...])
 
 
 # Failures of one process.
@@ -264,32 +188,6 @@ def test_a_failed_batch_of_one_process_voids_its_point_but_not_the_next(job, roo
     assert_goes_on(job, root, 5, [5, 4, 2, 1])
     for step in (4, 2):
         assert_read_alone(root, step)
-
-
-def test_a_wal_that_fails_again_makes_all_processes_save_at_the_same_call(server, tmp_path, root):
-    with Job(server, tmp_path / "jobs", processes=4, devices=1) as job:
-        started(job, root, TRAINED)
-        logged(job, 1)
-        of_one(job, 2, "refuse_writes", times=FAR)
-        found = job.one("run_until_saved", at_most=FAR)
-        [[step, kind, reason]] = found["saved"]
-        assert kind == "delta" and "failed again" in reason
-        # Also reports that earlier records failed, if that was not reported yet.
-        job.each("wait")
-        assert job.one("steps")["steps"] == [0, step]
-        job.close()
-    assert_read_alone(root, step)
-
-
-def test_if_the_wal_of_all_has_grown_too_long_all_save_at_the_same_call(two, root):
-    # On a slow machine, agreement takes more steps: allow a delta of any size.
-    bounds = {"max_delta_ratio": 100, "max_restore_ratio": 100}
-    started(two, root, TRAINED, log={"max_wal_ratio": 0.003}, bounds=bounds)
-    for _ in range(2):
-        step, kind, reason = saved_at_once(two)
-        assert (kind, "max_wal_ratio" in reason) == ("delta", True), reason
-    assert_goes_on(two, root, step + 1, [step + 1, ...])
-    assert_read_alone(root, step)
 
 
 def test_append_failed_is_raised_by_one_process_and_the_others_continue(two, root):
@@ -340,25 +238,6 @@ def test_if_the_first_step_fails_all_save_another(two, root, process, at):
     assert_goes_on(two, root, step + 3, [step + 3, step + 2, step + 1, *older])
 
 
-def test_rows_missing_from_the_ids_of_one_process_make_all_start_over(server, tmp_path, root):
-    model = Model(reach=0.5)
-    # All rows of the table that change are in the shards of process 0.
-    with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
-        started(job, root, TRAINED)
-        logged(job, 2, ids=True)
-        job.all("run_on", to=3, ids=True, without=1)
-        job.all("train", to=4)
-        found = job.each("save")
-        assert any(one.get("error", {}).get("type") == "TrackingError" for one in found), found
-        job.each("wait")
-        found = job.each("run_until_saved", at_most=FAR)
-        steps = [[one["saved"][0][0]] if one.get("saved") else one for one in found]
-        assert steps[0] == steps[1], found
-        job.each("wait")
-        step = job.one("steps")["steps"][-1]
-        assert_goes_on(job, root, step + 2, [step + 2, step + 1], model)
-
-
 @pytest.mark.parametrize("forget", [[0, 1], [1]], ids=["all", "one"])
 def test_forgotten_marks_end_the_points_and_all_start_over(job, root, forget):
     job.all("train", to=3, forget=forget)
@@ -370,13 +249,6 @@ def test_forgotten_marks_end_the_points_and_all_start_over(job, root, forget):
     # The processes may notice it at different calls, but save at the same one.
     step, kind, _ = saved_at_once(job)
     assert kind == "base" and job.one("steps")["steps"] == [0, step]
-    assert_goes_on(job, root, step + 2, [step + 2, step + 1])
-
-
-def test_unmarked_rows_that_the_wal_finds_on_one_process_make_all_save_a_base(job, root):
-    job.all("train", to=3, forget=[1])
-    step, kind, reason = saved_at_once(job)
-    assert kind == "base" and "rows differ from those in the WAL" in reason
     assert_goes_on(job, root, step + 2, [step + 2, step + 1])
 
 
@@ -518,9 +390,3 @@ def test_a_process_that_cannot_read_the_header_fails_the_call_on_all_and_the_nex
     assert two.one("log")["saved"] == "base"
     two.all("wait")
     assert_goes_on(two, root, 3, [3, 2])
-
-
-def test_processes_that_only_read_a_recovery_point_continue_from_their_own_state(job, root):
-    logged(job, 3)
-    assert {one["wrong"] for one in job.all("look", step=1)} == {None}
-    assert_goes_on(job, root, 5, [5, 4, 3, 2, 1])

@@ -215,22 +215,6 @@ def test_no_flipped_bit_goes_unnoticed(number, offset, empty):
     assert assert_right(log.at, (1, 2)) == 2
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_zeros_in_place_of_written_bytes_are_noticed(seed, log):
-    path, drawn = log.files[0], random.Random(seed)
-    written, records = path.read_bytes(), records_in(log.folder)
-    start = drawn.randrange(len(written))
-    end = start + drawn.choice([1, 8, 100, 512, 4096, len(written)])
-    data = written[:start] + bytes(len(written[start:end])) + written[end:]
-    path.write_bytes(data)
-    changed = next((at for at in range(len(data)) if data[at] != written[at]), len(data))
-    right = assert_right(log.at)
-    assert right >= sum(end <= changed for _, end in bounds_of(written))
-    # Dense leaves and items are needed only of the last record.
-    if changed < len(data) and not any(place_in(one, changed) for one in records):
-        assert right < 3
-
-
 @pytest.mark.parametrize("first", range(2))
 def test_pages_lost_in_a_power_cut_cost_no_earlier_record(first, log):
     path = log.files[0]

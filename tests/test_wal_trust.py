@@ -82,30 +82,6 @@ def run(tmp_path) -> Forgetful:
     return Forgetful(tmp_path, options=options())
 
 
-@pytest.mark.parametrize("by_ids", [False, True])
-@pytest.mark.parametrize("after_restore", [False, True])
-def test_rows_missing_from_all_records_make_append_save_a_base(run, by_ids, after_restore):
-    with run.started(appends=3) as manager:
-        if after_restore:
-            run.resume()
-        with pytest.warns(UserWarning, match=r"(?s)is saved as a base.*table tables/.*: rows \d"):
-            for _ in range(8):
-                logged = run.append_forgetful(slice(None, None, 2), by_ids=by_ids)
-                if logged.saved is not None:
-                    break
-        assert logged.saved.kind == "base"
-        assert "rows differ from those" in logged.reason
-        saved = run.step
-        manager.wait_until_finished()
-        # Points of the previous run, which this one resumed from, stay valid.
-        assert run.points() == ([3, 2, 1] if after_restore else [])
-        for _ in range(2):
-            assert run.append().kind == "full"
-    check_after_a_restart(run)
-    with run.open() as reader:
-        run.check(reader.restore(saved, run.state))
-
-
 def test_auditing_every_row_of_a_small_state_raises_no_false_alarm(run):
     with run.started():
         for number in range(ALL_LOOKED_AT):
@@ -198,16 +174,7 @@ def test_records_after_a_removed_wal_continue_from_the_save_that_replaces_it(run
             run.check(manager.restore(point, run.state))
 
 
-def test_a_state_in_memory_is_appended_after_a_restored_one_was(run):
-    """The ids name the rows since a call on the branch that was briefly left."""
-    with run.started() as manager:
-        for _ in range(2):
-            run.append_named()
-        manager.wait_appended()
-        found = manager.restore(0, run.state)
-        manager.append(0, found.state, touched=found.touched)
-        assert run.append_named().kind == "full"
-        run.check_newest()
+# Calls that save a step instead of a record, and their effect on later calls.
 
 
 @pytest.mark.parametrize("restored", [False, True])
@@ -257,9 +224,6 @@ def test_rows_of_a_call_that_cannot_start_the_wal_are_in_the_next_record(run, fa
     check_after_a_restart(run, newest)
 
 
-# Calls that save a step instead of a record, and their effect on later calls.
-
-
 @pytest.mark.parametrize("dense_every", [1, 2])
 def test_rows_named_in_a_call_that_saved_a_step_instead_are_not_missed(run, dense_every):
     kinds = set()
@@ -272,39 +236,6 @@ def test_rows_named_in_a_call_that_saved_a_step_instead_are_not_missed(run, dens
         run.save()
     assert "saved" in kinds and kinds & {"soft", "full"}
     check_after_a_restart(run)
-
-
-def test_acknowledged_records_outlive_a_restore_of_an_older_step(run):
-    with run.started(appends=2) as manager:
-        manager.restore(0, run.state)
-        assert run.append().kind == "full"
-        manager.wait_appended()
-        assert run.points() == [3, 2, 1]
-    check_after_a_restart(run)
-
-
-def test_a_newer_step_that_was_only_inspected_does_not_stop_the_wal(run):
-    with run.started() as manager:
-        run.train(3)
-        run.save()
-        run.continue_from(manager.restore(0, run.state))
-        manager.restore(4, run.state)
-        with quiet():  # Later steps are moved aside.
-            for _ in range(2):
-                run.append_named()
-        manager.wait_until_finished()
-    check_after_a_restart(run)
-
-
-def test_ids_of_an_abandoned_state_are_not_compared_with_the_resumed_state(run):
-    with run.started() as manager:
-        for _ in range(2):
-            run.append_named()
-        manager.wait_until_finished()
-        run.continue_from(manager.restore(0, run.state))
-        run.step = 6
-        run.save()
-    check_after_a_restart(run, 7)
 
 
 def test_an_epoch_that_cannot_be_opened_is_begun_again_even_for_the_former_tables(run):
