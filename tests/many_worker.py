@@ -609,6 +609,22 @@ class Worker:
             found = reader.restore(step).state
         assert difference(found, self._model.at(step)) is None
 
+    def share(self, first: int) -> dict[str, Any]:
+        """Bytes that base ``first`` and its deltas hold of the tables of this process's devices."""
+        fields = deltackpt.handlers.split(self._state, tables()).fields
+        changed = [self._model.changed(step) for step in range(first + 1, self._step + 1)]
+        total = 0
+        for name, arrays_ in fields.items():
+            for array in arrays_.values():
+                boxes = {str(shard.index): shard for shard in array.addressable_shards}
+                for shard in boxes.values():
+                    start, stop, _ = shard.index[0].indices(array.shape[0])
+                    rows = stop - start
+                    for ids in (found[name.removeprefix("tables/")] for found in changed):
+                        rows += int(((ids >= start) & (ids < stop)).sum())
+                    total += rows * shard.data.nbytes // (stop - start)
+        return {"bytes": total}
+
     def close(self) -> None:
         """Closes the manager."""
         self._manager.close()

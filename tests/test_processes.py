@@ -13,6 +13,7 @@ import itertools
 import re
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from typing import Any
 import many
 import many_worker
 import pytest
+from machine import required
 from many import Answer, Job, Server
 from many_worker import Model
 
 import deltackpt
+from deltackpt.storage import arrays
 from deltackpt.testing import StoredChunk, stored_chunks
 
 PLACE = {"mesh": [2, 2]}
@@ -339,6 +342,111 @@ def test_the_handlers_alone_work_under_stock_orbax(server, tmp_path, api):
             for answer in job.all("stock_load", root=str(root), api=reader, place=TURNED, step=3):
                 assert (answer["wrong"], answer["kinds"]) == (None, ["base"])
     assert (root / "3" / "embeddings" / "shard.1").is_dir()
+
+
+# Bytes that a restore reads.
+
+#: 34 MB, so that a part of it is large compared with blocks and metadata. No shard boundary is a
+#: block boundary.
+LARGE = Model(
+    rows={"rows": 500_040, "columns": 120_008, "replicated": 60_008}, batch=30_000, reach=1.0
+)
+#: Arrays that each process reads in part: rows, accumulators, four times columns
+#: with their moments (a segment for each column range), and the replicated table.
+PIECES = 7
+
+
+@contextlib.contextmanager
+def traced(job: Job, directory: Path) -> Iterator[list[Path]]:
+    """Yields a folder for each process, with a file of traced reads for each of its threads."""
+    there = shutil.which("strace") is not None
+    required(there, "strace is needed to count what a process reads")
+    calls = "trace=read,readv,pread64,preadv,preadv2,mmap,sendfile,copy_file_range"
+    folders, tracers = [], []
+    try:
+        for process in job.processes:
+            folder = directory / f"trace.{process.number}"
+            folder.mkdir()
+            folders.append(folder)
+            command = ["strace", "-f", "-ff", "-y", "-s", "0", "-e", calls, "-e", "signal=none"]
+            command += ["-o", str(folder / "calls"), "-p", str(process.pid)]
+            said = (folder / "said").open("w+")
+            tracer = subprocess.Popen(command, stdout=said, stderr=said)
+            said.close()
+            tracers.append(tracer)
+        for folder, tracer in zip(folders, tracers):
+            text = folder / "said"
+
+            def attached(text: Path = text, tracer: Any = tracer) -> bool:
+                if tracer.poll() is not None:
+                    pytest.skip(f"strace cannot attach here: {text.read_text().strip()}")
+                return "attached" in text.read_text()
+
+            many.wait_until(attached, "strace attaches")
+        yield folders
+    finally:
+        for tracer in tracers:
+            tracer.send_signal(signal.SIGINT)
+        for tracer in tracers:
+            try:
+                tracer.wait(many.SILENCE_SECS)
+            finally:
+                tracer.kill()
+                tracer.wait()
+
+
+_CALL = re.compile(r"(\w+)\((?:[^<>]*?)\d+<([^>]*)>.*\)\s+= (-?\w+)")
+
+
+def bytes_read(folder: Path, root: Path) -> collections.Counter[str]:
+    """Maps each file in the root to the bytes read from it, according to system calls."""
+    found: collections.Counter[str] = collections.Counter()
+    for path in folder.glob("calls.*"):
+        for line in path.read_text(errors="replace").splitlines():
+            call = _CALL.match(line)
+            if call is None or not call[2].startswith(f"{root}/"):
+                continue
+            assert call[1] != "mmap", f"expected no mapped file, which cannot be counted: {line}"
+            found[call[2]] += max(0, int(call[3], 0))
+    return found
+
+
+@pytest.mark.parametrize(("savers", "readers"), [(2, 4), (4, 2)])
+def test_a_process_reads_only_the_byte_ranges_of_its_shards(server, tmp_path, savers, readers):
+    """Counts reads at the system-call level, including metadata, gap arrays and dense leaves.
+
+    If a process needs part of an array, it reads whole blocks: up to two blocks more than its rows
+    take. It also reads the small files of a step at most twice, because dense files are both
+    digested and restored.
+    """
+    root = tmp_path / "root"
+    place = {"mesh": [savers, 2], "layout": "cut"}
+    options = {"model": LARGE, "durability": "process"}
+    with running(server, tmp_path, place, steps=2, processes=savers, **options):
+        pass
+    place = {"mesh": [readers, 2], "layout": "cut"}
+    with Job(server, tmp_path / "jobs", processes=readers, model=LARGE) as job:
+        job.all("open", root=str(root), durability="process")
+        with traced(job, tmp_path) as folders:
+            assert_each_restores(job, 1, place)
+        shares = [answer["bytes"] for answer in job.all("share", first=0)]
+        job.close()
+    files = {path: path.stat().st_size for path in root.rglob("*") if path.is_file()}
+    chunks = {p for p in files if p.name.startswith("c.") or p.name.startswith("layer.")}
+    total = sum(files[path] for path in chunks)
+    small = sum(size for path, size in files.items() if path not in chunks)
+    assert total > 35e6 and small < 0.02 * total, (total, small)
+    # The shares cover everything exactly once.
+    assert abs(sum(shares) - total) < 0.01 * total, (shares, total)
+    for folder, share in zip(folders, shares):
+        by_file = bytes_read(folder, root)
+        read = sum(by_file.values())
+        allowed = share + 2 * (2 * PIECES * arrays.BLOCK_BYTES) + 2 * small
+        assert share <= read <= allowed, (share, read, allowed, total, by_file)
+        # Each byte range is read once, except for layer blocks that two pieces share.
+        for path in chunks:
+            shared = 2 * PIECES * arrays.BLOCK_BYTES if path.name.startswith("layer.") else 0
+            assert by_file[str(path)] <= files[path] + shared, path
 
 
 # Kills.
