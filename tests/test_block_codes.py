@@ -198,33 +198,6 @@ def test_the_reported_error_is_that_of_the_decoded_values(name, dtype, pool):
     assert leaf.error > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
-        ("ef4", ["ef4", "ef8", "lossless"]),
-        ("log4", ["log4", "log8", "lossless"]),
-        ("int8", ["int8", "lossless"]),
-        ("ef8", ["ef8", "lossless"]),
-        ("log8", ["log8", "lossless"]),
-    ],
-)
-def test_a_leaf_beyond_its_budget_takes_the_next_wider_code(name, steps, pool):
-    rng = np.random.default_rng(0)
-    before = 2.0 ** rng.normal(size=(40, BLOCK))
-    now = (before * 2.0 ** (0.3 * rng.normal(size=before.shape))).astype(np.float32)
-    before = before.astype(np.float32)
-    errors = [encode(now, before, one, pool).error for one in steps]
-    assert errors == sorted(errors, reverse=True) and errors[-1] == 0
-    for one, error, tighter in zip(steps, errors, [*errors[1:], None], strict=True):
-        leaf = encode(now, before, name, pool, max_error=error)
-        assert leaf.codec == one
-        assert bool(leaf.reason) == (one != name)
-        assert leaf.error <= error
-        if tighter is not None:
-            leaf = encode(now, before, name, pool, max_error=(error + tighter) / 2)
-            assert leaf.codec != one and leaf.error <= tighter and leaf.reason
-
-
 @pytest.mark.parametrize("name", ["ef4", "ef8", "log4"])
 def test_without_a_reference_a_leaf_is_exact_and_reports_why(name, pool):
     now = np.ones((3, BLOCK), np.float32)

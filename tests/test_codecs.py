@@ -208,43 +208,6 @@ def test_packed_codes_round_trip(bits, data):
     assert np.array_equal(row_codecs.unpack(packed, bits, width), codes)
 
 
-@pytest.mark.parametrize("name", UNIFORM)
-def test_decoding_matches_the_format_page(name):
-    """A second decoder, written from docs/reference/format.md, one value at a time."""
-    codec = codecs.get(name)
-    rng = np.random.default_rng(2)
-    rows = (rng.normal(size=(40, 13)) * 10.0 ** rng.integers(-12, 12, (40, 1))).astype(np.float32)
-    rows += np.float32(3) * (rng.random((40, 1)) < 0.3).astype(np.float32)
-    found, encoded = through(name, rows)
-    stored = {key: np.asarray(array) for key, array in encoded.arrays.items()}
-
-    def parameter(pattern: int, brain: bool) -> np.float32:
-        if brain:
-            return np.array(pattern << 16, np.uint32).view(np.float32)[()]
-        return np.float32(np.array(pattern, np.uint16).view(np.float16)[()])
-
-    def bit(row: np.ndarray, start: int, piece: int, code: int) -> int:
-        plane = -(-13 * piece // 8)
-        place, byte = divmod(code, plane)
-        return (int(row[start + byte]) >> (place * piece)) & ((1 << piece) - 1)
-
-    for i in np.flatnonzero(encoded.representable):
-        scale_bits = int(stored["scale"][i])
-        brain = bool(scale_bits & 0x8000)
-        scale = parameter(scale_bits & 0x7FFF, brain)
-        offset = np.float32(0)
-        if not codec.symmetric:
-            offset = parameter(int(stored["offset"][i]), brain)
-        for j in range(13):
-            row = stored[""][i]
-            if codec.bits == 3:
-                code = bit(row, 0, 2, j) | bit(row, 4, 1, j) << 2
-            else:
-                code = bit(row, 0, codec.bits, j)
-            product = np.float32(code - 2 ** (codec.bits - 1)) * scale
-            assert found[i, j] == (product if codec.symmetric else product + offset)
-
-
 @pytest.mark.parametrize("bits", make_oracles.BITS)
 @pytest.mark.parametrize("source", make_oracles.inputs())
 def test_the_mean_error_is_at_most_pytorchs(source, bits):

@@ -13,10 +13,9 @@ import dense_states
 import jax
 import many_worker
 import pytest
-from dense_states import LOSSY, Loop, assert_kept_as_stored, opened, own
+from dense_states import LOSSY, Loop, assert_close, assert_kept_as_stored, opened, own
 from many import Job
 from shown import dense_leaves
-from test_dense_blocks import assert_close
 from test_hostile_records import MANIFEST, at, body_of, change, little_memory, read_all
 from test_processes import saved as saved_by
 from test_processes import started, step_numbers

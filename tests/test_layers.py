@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import os
-import struct
 import subprocess
 import sys
 import threading
@@ -22,10 +21,8 @@ from unittest import mock
 
 import google_crc32c
 import hypothesis.strategies as st
-import msgpack
 import numpy as np
 import pytest
-import zstandard
 from hypothesis import HealthCheck, given, settings
 from machine import open_files
 from made_up_layers import (
@@ -385,53 +382,6 @@ def test_golden_layers_are_read(version):
             name: {array: hashlib.sha256(data).hexdigest() for array, data in arrays.items()}
             for name, (_, arrays) in found.items()
         }
-
-
-def test_golden_layers_follow_the_format_page():
-    """A second reader, written from docs/reference/format.md alone."""
-    data = (GOLDEN / "layers-v1" / "step").read_bytes()
-    crc32c = google_crc32c.value
-    magic, version, run, sequence, nbytes, before = struct.unpack("<8sIIQQI", data[:36])
-    assert (magic, version, sequence, nbytes, before) == (b"dckplayr", 1, 0, len(data), 0)
-    assert crc32c(data[:4092]) == int.from_bytes(data[4092:4096], "little")
-    magic, version, nbytes, end, length = struct.unpack("<8sIQQQ", data[-64:-28])
-    assert (magic, version, nbytes) == (b"dckptail", 1, len(data))
-    assert crc32c(data[end:-4]) == int.from_bytes(data[-4:], "little")
-    manifest = msgpack.unpackb(data[end:][:length])
-    save = manifest["save_id"]
-    assert run == crc32c(save["run"].encode())
-    name = f"{save['run']}/{save['step']}/{save['attempt']}/{manifest['process']}/{sequence}"
-    expected = json.loads((GOLDEN / "layers-v1" / "expected.json").read_text())["3"]
-    groups = {group["name"]: group for group in manifest["row_groups"]}
-    used = 4096
-    for array in manifest["arrays"]:
-        group, plain, dtype = groups[array["row_group"]], [], np.dtype(array["dtype"])
-        rows = []
-        for number, chunk in enumerate(struct.iter_unpack("<QQI", array["chunks"])):
-            offset, size, found = chunk
-            seed = google_crc32c.extend(crc32c(name.encode()), struct.pack("<Q", offset))
-            assert google_crc32c.extend(seed, data[used : offset + size]) == found
-            assert not any(data[used:offset])
-            stored, used = data[offset : offset + size], offset + size
-            count = min(array["chunk_rows"], array["shape"][0] - number * array["chunk_rows"])
-            shape = (count, *array["shape"][1:])
-            if size < np.prod(shape) * dtype.itemsize:
-                stored = zstandard.decompress(stored)
-                if array["compression"] == "planes":
-                    planes = np.frombuffer(stored, dtype).reshape(shape[-1], *shape[:-1])
-                    stored = np.moveaxis(planes, 0, -1).tobytes()
-            plain.append(stored)
-            if array["name"] == "rows.gaps":
-                first, last = group["bounds"][number]
-                rows += (first + np.cumsum(np.frombuffer(stored, dtype), dtype=np.int64)).tolist()
-                assert rows[-1] == last
-        if array["name"] == "rows.gaps":
-            assert rows == [6, 7, 263, 70_003, 70_004] and len(rows) == group["count"]
-        else:
-            known = expected[array["row_group"]][array["name"]]
-            assert hashlib.sha256(b"".join(plain)).hexdigest() == known
-    assert used == end
-    assert groups["float32"]["ranges"] == [[1, 3], [9, 10]]
 
 
 @pytest.fixture

@@ -434,21 +434,6 @@ def test_every_sample_is_yielded_once_if_the_data_ends_with_a_save(tmp_path):
         assert next(again, None) is None
 
 
-@pytest.mark.parametrize("file", ["data/*.json", "embeddings/layer.0"])
-def test_state_and_position_fall_back_to_the_same_older_step(tmp_path, file):
-    cut = tmp_path / "cut"
-    _, expected = train(tmp_path / "whole", 8)
-    train(cut, 4)
-    train(cut, 6)
-    for path in itertools.islice(sorted((cut / "6").glob(file)), 1):
-        damage(cut, 6, str(path.relative_to(cut / "6")))
-    with pytest.warns(UserWarning) as warned:
-        done, found = train(cut, 8)
-    assert any("step 6 is skipped" in str(warning.message) for warning in warned)
-    assert done == 4
-    assert_same(found, expected)
-
-
 def test_an_iterator_keeps_its_position_if_no_step_is_intact(tmp_path):
     train(tmp_path, 2)
     damage(tmp_path, 2, "data/*.json")
