@@ -144,7 +144,7 @@ def resolved(template: PyTree, error: type[DeltackptError] = TemplateMismatch) -
     abstract = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     if not abstract:
         return template
-    mesh, faults = jax.sharding.get_mesh(), dict[int, str]()
+    mesh, faults = _current_mesh(), dict[int, str]()
     for i in abstract:
         placed = _on_devices(leaves[i], mesh)
         if isinstance(placed, str):
@@ -161,6 +161,14 @@ def resolved(template: PyTree, error: type[DeltackptError] = TemplateMismatch) -
             if leaves[i].sharding is not None and leaves[i].sharding.device_set == default:
                 leaves[i] = _with_sharding(leaves[i], None)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _current_mesh() -> jax.sharding.Mesh:
+    """Returns the mesh of ``jax.set_mesh``; an empty one inside a trace, which names no devices."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:
+        return jax.sharding.Mesh(np.empty((), object), ())
 
 
 def _on_devices(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct | str:
