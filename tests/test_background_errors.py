@@ -199,6 +199,8 @@ def interrupted(
 
     def profile(frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code
+        if code.co_name == "<genexpr>":
+            return  # Perhaps unfinished and being closed: Python would drop the interrupt.
         if event == at and code.co_filename.startswith(PACKAGE) and name in ("", code.co_qualname):
             if next(left, None) is None:
                 sys.setprofile(None)
