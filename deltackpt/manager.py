@@ -12,11 +12,13 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import jax
@@ -145,8 +147,9 @@ class CheckpointManager:
             refuse(directory, known, error)
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        #: The thread whose call runs, if any.
-        self._caller: int | None = None
+        #: The method that runs, if any. It may also be one that an interrupt has ended, until its
+        #: traceback is freed; its frame is then on no stack.
+        self._outer: FrameType | None = None
         self._read_only = options.read_only
         self._closed = True  # Until it is open.
         #: Why the end of the program, or another manager of the directory, closed it.
@@ -161,7 +164,7 @@ class CheckpointManager:
 
         self._warnings = events.CallWarnings()
         start = contextlib.nullcontext() if saves_to is None else exits.starting(saves_to)
-        with self._warnings.deferred(), start, jax.ensure_compile_time_eval():
+        with self._warnings.deferred(), start, jax.core.eval_context():
             self._open(directory, saves_to, checked, options, event_handlers)
 
     def _open(
@@ -833,7 +836,7 @@ class CheckpointManager:
           ClosedError: this is a forked child of the process that created the manager.
         """
         self._check_process()
-        with self._alone():
+        with self._alone(sys._getframe()):
             if self._closed:
                 failure, self._unreported = self._unreported, None
                 if failure is not None:
@@ -882,11 +885,11 @@ class CheckpointManager:
                 "(timeouts.close_secs), found it in use by another thread; check the storage"
             )
         try:
-            self._caller = threading.get_ident()
+            self._outer = sys._getframe()
             with self._warnings.deferred():
                 self._end_now(reason, ending, limit)
         finally:
-            self._caller = None
+            self._outer = None
             self._lock.release()
 
     def _end_now(self, reason: str, ending: exits.Ending, limit: float) -> None:
@@ -950,7 +953,7 @@ class CheckpointManager:
         Before ``reading`` steps, waits for the save and the WAL; only warns of their failures.
         """
         self._check_process()  # In a forked child, the thread that holds the lock may not exist.
-        with self._alone():
+        with self._alone(sys._getframe(2)):  # The method; contextlib calls this function.
             self._check_usable(writing=writing)
             with self._running():
                 if reading:
@@ -961,23 +964,23 @@ class CheckpointManager:
                 yield
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, method: FrameType) -> Iterator[None]:
         """Waits for the calls of other threads; refuses one inside a call of the same thread.
 
         If jax traces the caller, arrays are computed nevertheless.
         """
         self._check_not_nested()
         with (
+            jax.core.eval_context(),
             placement.neutral(),
-            jax.ensure_compile_time_eval(),
             self._lock,
             self._warnings.deferred(),
         ):
             try:
-                self._caller = threading.get_ident()
+                self._outer = method
                 yield
             finally:
-                self._caller = None
+                self._outer = None
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -1003,13 +1006,16 @@ class CheckpointManager:
 
     def _check_not_nested(self) -> None:
         # The outer call may hold a lock that the background needs, or have changed half its state.
-        if self._caller == threading.get_ident():
-            who = "one of its event handlers" if self._run.is_emitting else "a signal handler"
-            raise ClosedError(
-                f"CheckpointManager of {self._root}: expected no call inside another one of the "
-                f"same thread, found one, as by {who}; let the handler note what to do, and call "
-                "the manager after the outer call has returned"
-            )
+        outer, frame = self._outer, sys._getframe()
+        while outer is not None and frame is not None:
+            if frame is outer:
+                who = "one of its event handlers" if self._run.is_emitting else "a signal handler"
+                raise ClosedError(
+                    f"CheckpointManager of {self._root}: expected no call inside another one of "
+                    f"the same thread, found one, as by {who}; let the handler note what to do, "
+                    "and call the manager after the outer call has returned"
+                )
+            frame = frame.f_back
 
     def _check_usable(self, *, writing: bool = False) -> None:
         self._check_process()

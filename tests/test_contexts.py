@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +187,28 @@ def test_no_context_of_a_program_affects_a_call(tmp_path, context, how):
 @pytest.mark.parametrize("how", OPTIONS)
 def test_a_call_inside_a_trace_computes_arrays(tmp_path, how):
     every_call(tmp_path, states_of(MESHES["Auto"]), how, traced)
+
+
+@pytest.mark.parametrize("call", [called_in(contextlib.nullcontext), traced])
+def test_programs_of_a_call_contain_no_computed_constants(tmp_path, call):
+    """Those of the size of a table would stay on its devices."""
+    found = []
+
+    def receive(_: object) -> None:
+        found.extend(jax.make_jaxpr(lambda: jnp.arange(99) * 2)().consts)
+        found.append(jnp.arange(2).tolist())
+
+    state = states_of(MESHES["Auto"])[0]
+    with deltackpt.CheckpointManager(
+        tmp_path,
+        handlers={"embeddings": TABLES},
+        event_handlers=(mock.Mock(receive=receive),),
+    ) as manager:
+        call(manager.save, 0, state)
+        call(manager.wait_until_finished)
+        call(manager.restore_latest, state)
+    assert len(found) >= 2
+    assert all(each == [0, 1] for each in found)
 
 
 def test_stamps_of_abstract_tables_are_made_and_grown_inside_a_trace():
