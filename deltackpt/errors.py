@@ -52,7 +52,7 @@ class VocabularyFull(DeltackptError, ValueError):
 
 
 class ClosedError(DeltackptError, RuntimeError):
-    """The manager was closed, or is used in a forked child or in its own event handler."""
+    """The manager was closed, or is used in a forked child, or inside a call of the same thread."""
 
 
 class SaveFailed(DeltackptError):

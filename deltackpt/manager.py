@@ -12,12 +12,16 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import jax
 
 from deltackpt import coordination, events
 from deltackpt.cached import cached_property
@@ -83,6 +87,8 @@ class CheckpointManager:
       for the calls of other threads. ``all_steps``, ``latest_step``, ``resume_step``,
       ``best_step``, ``metrics``, ``custom_metadata``, ``item_metadata``, ``check_lease``,
       ``reached_preemption`` and ``is_saving_in_progress`` do not wait for them.
+    - If a signal handler interrupts one of these methods, another one raises ``ClosedError``. To
+      save after a SIGTERM, call ``save_if_due`` at each step, or let a handler set a flag.
     - Only the main thread installs the SIGTERM handler, see ``reached_preemption``.
     - In a job of several processes, each makes the same calls in the same order. Call the methods
       that run one at a time from one thread there.
@@ -141,6 +147,9 @@ class CheckpointManager:
             refuse(directory, known, error)
         self._lock = threading.RLock()
         self._pid = os.getpid()
+        #: The method that runs, if any. It may also be one that an interrupt has ended, until its
+        #: traceback is freed; its frame is then on no stack.
+        self._outer: FrameType | None = None
         self._read_only = options.read_only
         self._closed = True  # Until it is open.
         #: Why the end of the program, or another manager of the directory, closed it.
@@ -155,7 +164,7 @@ class CheckpointManager:
 
         self._warnings = events.CallWarnings()
         start = contextlib.nullcontext() if saves_to is None else exits.starting(saves_to)
-        with self._warnings.deferred(), start:
+        with self._warnings.deferred(), start, jax.core.eval_context():
             self._open(directory, saves_to, checked, options, event_handlers)
 
     def _open(
@@ -296,7 +305,7 @@ class CheckpointManager:
                         "and metadata given to save(); call save() before append() at such steps"
                     )
                 return dataclasses.replace(done, reason=f"{done.reason}; by append(), at this step")
-            if not (force or force_base or self.should_save(step, metrics=metrics)):
+            if not (force or force_base or self._selects(step, metrics)):
                 return Saved.skipped(
                     step,
                     "neither save_interval_steps nor save_decision_policy selects this step",
@@ -307,8 +316,10 @@ class CheckpointManager:
     def should_save(self, step: int, *, metrics: Mapping[str, float] | None = None) -> bool:
         """Returns whether ``save()`` would save this step. Process 0 decides for all processes."""
         with self._use(writing=True):
-            step = _as_step(step)
-            return self._saver.should_save(step, metrics, self.reached_preemption)
+            return self._selects(_as_step(step), metrics)
+
+    def _selects(self, step: int, metrics: Mapping[str, float] | None) -> bool:
+        return self._saver.should_save(step, metrics, self.reached_preemption)
 
     def save_if_due(
         self,
@@ -345,8 +356,8 @@ class CheckpointManager:
                 return None
             arguments = SaveArguments(touched, items, metrics, force_base, custom_metadata)
             try:
-                with self._use(writing=True):
-                    return self._saver.save(step, state, arguments, "wait", started)
+                self._check_usable(writing=True)
+                return self._saver.save(step, state, arguments, "wait", started)
             finally:
                 if preempted:
                     # Also if an earlier save failed: this one was made nevertheless.
@@ -429,24 +440,22 @@ class CheckpointManager:
           WaitTimeout: the saves did not finish within ``timeouts.close_secs``.
           FencedError: another trainer took over the bucket.
         """
-        self._check_process()
-        with self._lock:
+        with self._use():
             self._wait_for_saves()
-            # A warning that is an error is raised in place of the events.
+        with self._lock:  # Not before: a warning that is an error is raised in place of the events.
             reports = list(self._saver.reports)
             self._saver.reports.clear()
         return reports
 
     def _wait_for_saves(self) -> None:
         limit = self.options.timeouts.close_secs
-        with self._use():
-            failure = self._saver.wait_finished(limit)
-            if failure is not None:
-                self._saver.reports.clear()
-                raise failure.error(None) from failure.cause
-            self._saver.wait_uploaded(limit)
-            if self._recorder is not None:
-                self._recorder.wait(limit)
+        failure = self._saver.wait_finished(limit)
+        if failure is not None:
+            self._saver.reports.clear()
+            raise failure.error(None) from failure.cause
+        self._saver.wait_uploaded(limit)
+        if self._recorder is not None:
+            self._recorder.wait(limit)
 
     def is_saving_in_progress(self) -> bool:
         """Returns whether a save of this process is being written."""
@@ -828,15 +837,15 @@ class CheckpointManager:
           ClosedError: this is a forked child of the process that created the manager.
         """
         self._check_process()
-        with placement.neutral(), self._lock, self._warnings.deferred():
+        with self._alone(sys._getframe()):
             if self._closed:
                 failure, self._unreported = self._unreported, None
                 if failure is not None:
                     raise failure.error(None) from failure.cause
                 return
-            self._check_outside_handlers()
             try:
-                self.wait_until_finished()
+                with self._running():
+                    self._wait_for_saves()
             finally:
                 self._close()
 
@@ -869,6 +878,7 @@ class CheckpointManager:
 
     def _end(self, reason: str, ending: exits.Ending) -> None:
         """Waits for the saves, then closes or leaves; see ``exits.Watch`` for ``ending``."""
+        self._check_not_nested()
         limit = self.options.timeouts.close_secs
         if not self._lock.acquire(timeout=limit):
             raise WaitTimeout(
@@ -876,9 +886,11 @@ class CheckpointManager:
                 "(timeouts.close_secs), found it in use by another thread; check the storage"
             )
         try:
+            self._outer = sys._getframe()
             with self._warnings.deferred():
                 self._end_now(reason, ending, limit)
         finally:
+            self._outer = None
             self._lock.release()
 
     def _end_now(self, reason: str, ending: exits.Ending, limit: float) -> None:
@@ -942,25 +954,49 @@ class CheckpointManager:
         Before ``reading`` steps, waits for the save and the WAL; only warns of their failures.
         """
         self._check_process()  # In a forked child, the thread that holds the lock may not exist.
-        with placement.neutral(), self._lock, self._warnings.deferred():
+        with self._alone(sys._getframe(2)):  # The method; contextlib calls this function.
             self._check_usable(writing=writing)
-            self._check_outside_handlers()
+            with self._running():
+                if reading:
+                    self._saved_by_append = None
+                    self._saver.wait_finished_or_warn()
+                    if self._recorder is not None:
+                        self._recorder.wait_durable_or_warn()
+                yield
+
+    @contextlib.contextmanager
+    def _alone(self, method: FrameType) -> Iterator[None]:
+        """Waits for the calls of other threads; refuses one inside a call of the same thread.
+
+        If jax traces the caller, arrays are computed nevertheless.
+        """
+        self._check_not_nested()
+        with (
+            jax.core.eval_context(),
+            placement.neutral(),
+            self._lock,
+            self._warnings.deferred(),
+        ):
             try:
-                with self._run.coordinator.alive():
-                    if reading:
-                        self._saved_by_append = None
-                        self._saver.wait_finished_or_warn()
-                        if self._recorder is not None:
-                            self._recorder.wait_durable_or_warn()
-                    yield
-            except (SaveFailed, AppendFailed, StorageError, WaitTimeout) as error:
-                # For example, the new trainer has removed the directory of a save in flight.
-                with contextlib.suppress(StorageError):
-                    try:
-                        self._run.check_lease()
-                    except FencedError as fenced:
-                        raise fenced from error
-                raise
+                self._outer = method
+                yield
+            finally:
+                self._outer = None
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Shows other processes that this one works; raises FencedError after a takeover."""
+        try:
+            with self._run.coordinator.alive():
+                yield
+        except (SaveFailed, AppendFailed, StorageError, WaitTimeout) as error:
+            # For example, the new trainer has removed the directory of a save in flight.
+            with contextlib.suppress(StorageError):
+                try:
+                    self._run.check_lease()
+                except FencedError as fenced:
+                    raise fenced from error
+            raise
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -969,14 +1005,18 @@ class CheckpointManager:
                 f"{self._pid}, found process {os.getpid()}; create a manager in the child instead"
             )
 
-    def _check_outside_handlers(self) -> None:
-        # The call that emits the event would overwrite what this one changes.
-        if self._run.is_emitting:
-            raise ClosedError(
-                f"CheckpointManager of {self._root}: expected no call from its own event "
-                "handlers, found one; let the handler note what to do, and call the manager "
-                "after the method that emitted the event has returned"
-            )
+    def _check_not_nested(self) -> None:
+        # The outer call may hold a lock that the background needs, or have changed half its state.
+        outer, frame = self._outer, sys._getframe()
+        while outer is not None and frame is not None:
+            if frame is outer:
+                who = "one of its event handlers" if self._run.is_emitting else "a signal handler"
+                raise ClosedError(
+                    f"CheckpointManager of {self._root}: expected no call inside another one of "
+                    f"the same thread, found one, as by {who}; let the handler note what to do, "
+                    "and call the manager after the outer call has returned"
+                )
+            frame = frame.f_back
 
     def _check_usable(self, *, writing: bool = False) -> None:
         self._check_process()

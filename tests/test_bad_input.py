@@ -206,10 +206,12 @@ def test_a_step_that_does_not_exist_is_named(written):
 # Saves.
 
 
-NO_STEPS = [3.0, -1, 1 << 63, True, "3", None, np.float32(3), np.array([3])]
+DONATED = jnp.int32(3)
+DONATED.delete()
+NO_STEPS = [3.0, -1, 1 << 63, True, "3", None, np.float32(3), np.array([3]), DONATED]
 
 
-@pytest.mark.parametrize("step", NO_STEPS, ids=repr)
+@pytest.mark.parametrize("step", NO_STEPS, ids=lambda step: type(step).__name__)
 def test_an_invalid_step_is_refused_at_once_and_nothing_is_committed(tmp_path, step):
     state = model.initial()
     with manager(tmp_path) as saver:

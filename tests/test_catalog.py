@@ -62,6 +62,8 @@ def test_the_best_step_is_known_after_a_restart(tmp_path):
             manager.best_step("loss", mode="least")
         with pytest.raises(OptionError, match="metric of step [0-3], found 'low'"):
             manager.best_step(lambda found: "low")
+        with pytest.raises(OptionError, match="metric of step [0-3], found 1000"):
+            manager.best_step(lambda found: 10**400)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -116,7 +118,14 @@ def test_stock_orbax_knows_the_metrics_and_the_best_step(tmp_path):
         assert stock.metadata(2).custom_metadata == {"note": "x"}
 
 
-@pytest.mark.parametrize("given", [{"loss": jnp.ones(2)}, {"x": object()}, 3])
+DONATED = jnp.float32(1)
+DONATED.delete()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"loss": jnp.ones(2)}, {"x": object()}, 3, {"loss": DONATED}, {"x": jax.typeof(jnp.ones(()))}],
+)
 def test_invalid_metrics_are_rejected_before_anything_is_saved(tmp_path, given):
     with manager_of(tmp_path) as manager:
         state = model.initial()

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -102,13 +104,30 @@ def placements(state: dict[str, Any]) -> list[object]:
     return model.placements(arrays)
 
 
-def every_call(root: Path, states: list[dict[str, Any]], how: str, context: Context) -> None:
-    """A run, a resumed run and its readers, with each call in the context."""
+def called_in(context: Context) -> Callable[..., Any]:
+    """Makes calls in a context."""
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         with context():
             return function(*args, **kwargs)
 
+    return call
+
+
+def traced(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a manager while jax traces the caller; makes other calls outside."""
+    owner = getattr(function, "__self__", function)
+    if not (owner is deltackpt.CheckpointManager or isinstance(owner, deltackpt.CheckpointManager)):
+        return function(*args, **kwargs)
+    found = []
+    jax.jit(lambda: found.append(function(*args, **kwargs)))()
+    return found[0]
+
+
+def every_call(
+    root: Path, states: list[dict[str, Any]], how: str, call: Callable[..., Any]
+) -> None:
+    """A run, a resumed run and its readers."""
     first, second, third, template = states
     marks, handlers = None, {"embeddings": TABLES}
     with call(
@@ -162,7 +181,44 @@ def every_call(root: Path, states: list[dict[str, Any]], how: str, context: Cont
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_no_context_of_a_program_affects_a_call(tmp_path, context, how):
     mesh = MESHES["Explicit" if "Explicit" in context else "Auto"]
-    every_call(tmp_path, states_of(mesh), how, CONTEXTS[context])
+    every_call(tmp_path, states_of(mesh), how, called_in(CONTEXTS[context]))
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+def test_a_call_inside_a_trace_computes_arrays(tmp_path, how):
+    every_call(tmp_path, states_of(MESHES["Auto"]), how, traced)
+
+
+@pytest.mark.parametrize("call", [called_in(contextlib.nullcontext), traced])
+def test_programs_of_a_call_contain_no_computed_constants(tmp_path, call):
+    """Those of the size of a table would stay on its devices."""
+    found = []
+
+    def receive(_: object) -> None:
+        found.extend(jax.make_jaxpr(lambda: jnp.arange(99) * 2)().consts)
+        found.append(jnp.arange(2).tolist())
+
+    state = states_of(MESHES["Auto"])[0]
+    with deltackpt.CheckpointManager(
+        tmp_path,
+        handlers={"embeddings": TABLES},
+        event_handlers=(mock.Mock(receive=receive),),
+    ) as manager:
+        call(manager.save, 0, state)
+        call(manager.wait_until_finished)
+        call(manager.restore_latest, state)
+    assert len(found) >= 2
+    assert all(each == [0, 1] for each in found)
+
+
+def test_stamps_of_abstract_tables_are_made_and_grown_inside_a_trace():
+    few, more = (jax.ShapeDtypeStruct((rows, 2), jnp.float32) for rows in (4, 6))
+    made = jax.jit(lambda: touched.grow(touched.init({"t": few}), {"t": more}))()
+    assert made.stamps["t"].shape == (6,)
+    mesh = jax.sharding.AbstractMesh((4, 2), ("x", "y"))
+    other = jax.ShapeDtypeStruct((4, 2), jnp.float32, sharding=NamedSharding(mesh, P("x")))
+    with pytest.raises(TrackingError, match="over an AbstractMesh"):
+        jax.jit(lambda: touched.init({"t": other}))()
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -206,7 +262,7 @@ def test_settings_for_all_threads_affect_no_call(tmp_path, how):
     try:
         for name, value in EVERYWHERE.items():
             jax.config.update(name, value)
-        every_call(tmp_path, states, how, contextlib.nullcontext)
+        every_call(tmp_path, states, how, called_in(contextlib.nullcontext))
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import errno
+import signal
 import threading
 from pathlib import Path
 from unittest import mock
@@ -21,8 +22,12 @@ import deltackpt
 from deltackpt import errors, events
 from deltackpt.options import Timeouts
 from deltackpt.save import pending_save
+from deltackpt.session.catalog import Catalog
+from deltackpt.session.saving import Saver
+from deltackpt.session.step_reader import StepReader
 from deltackpt.state import placement
 from deltackpt.testing import failing_saves, paused_saves
+from deltackpt.wal.recorder import Recorder
 
 TABLES = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
 
@@ -178,7 +183,7 @@ def test_a_call_from_an_event_handler_is_refused_and_loses_no_failure(tmp_path, 
 
     with manager(tmp_path, event_handlers=(mock.Mock(receive=receive),)) as saver:
         saver.save(1, state, touched=marks, force_base=True)
-        with pytest.warns(RuntimeWarning, match="its own event handlers"):
+        with pytest.warns(RuntimeWarning, match="by one of its event handlers"):
             saver.wait_until_finished()
         with failing_saves(tmp_path, errno.ENOSPC):
             saver.save(2, state, touched=marks, force_base=True)
@@ -191,6 +196,76 @@ def test_a_call_from_an_event_handler_is_refused_and_loses_no_failure(tmp_path, 
             model.commit(saver, 3, state, touched=marks)
         assert saver.all_steps() == [1, 3]
     assert len(found) == 3
+
+
+#: Functions that calls of a manager run in the middle, on the training thread.
+INSIDE = {
+    "save": (pending_save, "capture"),
+    "append": (Recorder, "append"),
+    "restore": (StepReader, "find"),
+    "read": (StepReader, "find"),
+    "wait": (Saver, "wait_finished"),
+    "delete": (Catalog, "delete"),
+    "close": (Saver, "wait_uploaded"),
+}
+
+
+@pytest.mark.parametrize("outer", INSIDE)
+def test_a_call_from_a_signal_handler_in_another_call_is_refused(tmp_path, outer, state, marks):
+    """The other call would wait for itself, or continue from what it has changed in half."""
+    calls = {
+        "save": lambda: saver.save(7, state, touched=marks),
+        "append": lambda: saver.append(7, state, touched=marks),
+        "restore": lambda: saver.restore_latest(state),
+        "read": lambda: saver.read(2, {"tables/tiny": None}),
+        "wait": lambda: saver.wait_until_finished(),
+        "delete": lambda: saver.delete(1),
+        "close": lambda: saver.close(),
+    }
+    found = []
+
+    def handle(*_) -> None:
+        for call in calls.values():
+            with pytest.raises(errors.ClosedError, match="by a signal handler"):
+                call()
+        found.append(saver.all_steps())
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with manager(tmp_path, wal=deltackpt.WalOptions()) as saver:
+            model.commit(saver, 1, state, touched=marks, force_base=True)
+            model.commit(saver, 2, state, touched=marks, force_base=True)
+            with model.before_first_call(
+                *INSIDE[outer], lambda *_: signal.raise_signal(signal.SIGUSR1)
+            ):
+                calls[outer]()
+            assert found == [[1, 2]]
+            if outer != "close":
+                model.commit(saver, 8, state, touched=marks)
+                assert saver.restore_latest(state).step == 8
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_manager_that_a_signal_handler_opens_in_a_call_takes_over(tmp_path, state, marks):
+    opened = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: opened.append(manager(tmp_path)))
+    try:
+        with manager(tmp_path) as saver:
+            with (
+                pytest.warns(UserWarning, match="by a signal handler"),
+                pytest.raises(errors.FencedError),
+                model.before_first_call(
+                    pending_save, "capture", lambda *_: signal.raise_signal(signal.SIGUSR1)
+                ),
+            ):
+                saver.save(1, state, touched=marks)
+                saver.wait_until_finished()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with opened[0] as other:
+        model.commit(other, 2, state, touched=marks)
+        assert other.all_steps() == [2]
 
 
 @pytest.mark.parametrize("snapshot", ["hold", "block"])

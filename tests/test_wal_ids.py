@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -71,6 +72,16 @@ def test_a_negative_id_of_few_bits_is_not_a_row_of_a_longer_table(split):
 def test_ids_that_are_not_integers_are_refused(split, ids):
     with pytest.raises(OptionError, match="expected integers"):
         rows_of({"items": ids}, split.layout, Clocks())
+
+
+def test_ids_that_are_not_on_the_host_are_refused(split):
+    donated = jnp.arange(2)
+    donated.delete()
+    for ids in (donated, [[1, 2], [3]]):
+        with pytest.raises(OptionError, match="expected an array of integers on the host"):
+            rows_of({"items": ids}, split.layout, Clocks())
+    with pytest.raises(OptionError, match="expected a mapping"):
+        rows_of(cast(Any, [1, 2]), split.layout, Clocks())
 
 
 def test_tables_are_found_by_the_ends_of_their_paths(split):

@@ -189,7 +189,7 @@ def as_step(step: SupportsIndex) -> int:
     """
     try:
         number = None if isinstance(step, bool) else operator.index(step)
-    except TypeError:  # Floats, arrays and traced values each raise a different error.
+    except (RuntimeError, TypeError):  # Of a donated array; of floats, arrays and traced values.
         number = None
     if number is None or not 0 <= number <= LAST_STEP:
         raise OptionError(

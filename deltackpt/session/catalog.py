@@ -55,7 +55,7 @@ class Catalog:
             found = of(metrics)
             try:
                 value = float(found)
-            except (TypeError, ValueError) as error:
+            except (OverflowError, TypeError, ValueError) as error:
                 raise OptionError(
                     f"best_step: expected a number as the metric of step {known.step}, found "
                     f"{found!r}; name a metric that is a number at all steps"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import reprlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -53,10 +54,10 @@ def _as_json(name: str, given: object) -> dict[str, object]:
         raise OptionError(f"{name}: expected a mapping, found {type(given).__name__}")
     try:
         return json.loads(json.dumps(dict(given), default=_number))
-    except (TypeError, ValueError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # Of ``item()``, too.
         raise OptionError(
-            f"{name}: expected JSON values, found {given!r}: {error}; pass numbers, strings, lists "
-            "and dicts; convert arrays with .tolist()"
+            f"{name}: expected JSON values, found {reprlib.repr(given)}: {error}; pass numbers, "
+            "strings, lists and dicts; convert arrays with .tolist()"
         ) from error
 
 

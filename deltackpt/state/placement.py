@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
@@ -141,10 +141,11 @@ def resolved(template: PyTree, error: type[DeltackptError] = TemplateMismatch) -
     or a ``PartitionSpec`` that the current mesh does not fit.
     """
     leaves, treedef = jax.tree.flatten(template)
+    leaves = [_of_type(leaf) if isinstance(leaf, ShapedArray) else leaf for leaf in leaves]
     abstract = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     if not abstract:
         return template
-    mesh, faults = jax.sharding.get_mesh(), dict[int, str]()
+    mesh, faults = _current_mesh(), dict[int, str]()
     for i in abstract:
         placed = _on_devices(leaves[i], mesh)
         if isinstance(placed, str):
@@ -161,6 +162,20 @@ def resolved(template: PyTree, error: type[DeltackptError] = TemplateMismatch) -
             if leaves[i].sharding is not None and leaves[i].sharding.device_set == default:
                 leaves[i] = _with_sharding(leaves[i], None)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _of_type(leaf: ShapedArray) -> jax.ShapeDtypeStruct:
+    """Returns the type of an array, from ``jax.typeof``, as an abstract leaf."""
+    sharding = None if leaf.sharding.mesh.empty else leaf.sharding
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _current_mesh() -> jax.sharding.Mesh:
+    """Returns the mesh of ``jax.set_mesh``; an empty one inside a trace, which names no devices."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:
+        return jax.sharding.Mesh(np.empty((), object), ())
 
 
 def _on_devices(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct | str:

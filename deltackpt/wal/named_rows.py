@@ -32,6 +32,10 @@ Rows = Mapping[str, np.ndarray]
 
 def rows_of(ids: Mapping[str, object], layout: Layout, clocks: Clocks) -> Rows:
     """Returns the rows that ``append(ids=...)`` names, checked and sorted, by full table name."""
+    if not isinstance(ids, Mapping):
+        raise OptionError(
+            f"ids: expected a mapping of table names to row indices, found {type(ids).__name__}"
+        )
     if clocks.windows:
         raise OptionError(
             "ids: expected none with optax.MultiSteps, which moves all gathered rows at the end of "
@@ -40,7 +44,13 @@ def rows_of(ids: Mapping[str, object], layout: Layout, clocks: Clocks) -> Rows:
     names = _meant.get(lambda: _tables_meant(ids, layout), layout, rest=tuple(ids))
     found: dict[str, np.ndarray] = {}
     for (given, indices), (name, count) in zip(ids.items(), names, strict=True):
-        rows = np.asarray(indices)
+        try:
+            rows = np.asarray(indices)
+        except (RuntimeError, TypeError, ValueError) as error:  # Donated, traced, ragged.
+            raise OptionError(
+                f"ids[{given!r}]: expected an array of integers on the host, found "
+                f"{type(indices).__name__}: {error}"
+            ) from error
         if rows.dtype.kind not in "iu" and rows.size:
             raise OptionError(
                 f"ids[{given!r}]: expected integers, found dtype {rows.dtype}; pass row indices"
