@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -45,6 +47,9 @@ _WINDOW_BYTES = 64 << 10
 _MAX_WINDOW_BYTES = 1 << 20
 #: Read at once to find layers behind a damaged one.
 _SEARCHED_BYTES = 8 << 20
+#: A follower does not look for damage in the end of a segment that has changed since then: a record
+#: of 50 MB that is being written would be read as a whole at each poll.
+_WRITING_SECS = 1.0
 #: A power cut may leave this in place of a file's last pages; a layer never ends like this.
 _ZEROS = bytes(16)
 
@@ -245,7 +250,8 @@ class _Scan:
     """How far a segment was scanned: record ``seq``, which begins ``at``, is the next.
 
     ``problem`` is why ``records`` end; None at the end of the file. ``rest`` is what follows there;
-    set on the first request. ``seen`` is the end of the last scan, and the file's length then.
+    set on the first request. ``seen`` is the end of the last scan, and the file's length then;
+    ``changed`` is when a follower saw it change, on the monotonic clock.
     """
 
     seq: int
@@ -254,6 +260,7 @@ class _Scan:
     problem: Damaged | None = None
     rest: _Rest | None = None
     seen: tuple[int, int] = 0, 0
+    changed: float = -math.inf
 
 
 class ProcessWal:
@@ -267,6 +274,7 @@ class ProcessWal:
         self._identity: DirIdentity | None = None
         #: The newest durable record according to its writer: number of the call, and step.
         self._durable = DurableRecord(0, 0)
+        self._is_followed = False
 
     @property
     def durable(self) -> DurableRecord:
@@ -292,14 +300,15 @@ class ProcessWal:
         for place, scan in sorted(self._scans.items()):
             if scan.problem is None:
                 continue
-            if scan.rest is None:
+            if scan.rest is None and not self._is_being_written(scan):
                 scan.rest = self._rest(place, scan)
+            rest = scan.rest or _Rest(True, None)
             found.append(
                 Break(
                     at=SegmentId(place.part, scan.seq),
                     counts=scan.seq <= last.get(place.part, scan.seq),
-                    is_torn=scan.rest.is_torn and self._may_end_in(place),
-                    step=scan.rest.step,
+                    is_torn=rest.is_torn and self._may_end_in(place),
+                    step=rest.step,
                     problem=scan.problem,
                 )
             )
@@ -356,6 +365,12 @@ class ProcessWal:
     def _segment(self, place: SegmentId) -> StorePath:
         return self.store_path / naming.segment_name(*place)
 
+    def _is_being_written(self, scan: _Scan) -> bool:
+        """Returns whether a live writer seems to append the record at the end of a segment."""
+        ends = (one.records[-1].save_id.attempt for one in self._scans.values() if one.records)
+        is_recent = time.monotonic() < scan.changed + _WRITING_SECS
+        return is_recent and self._durable.number <= max(ends, default=0)
+
     def _may_end_in(self, place: SegmentId) -> bool:
         """Returns whether the WAL may end within a segment: parts without a record may follow."""
         later = (one for one in self._scans.items() if one[0] > place)
@@ -390,6 +405,7 @@ class ProcessWal:
             del self._scans[gone]
         for place in places:
             self._scan_segment(place, self._scans.setdefault(place, _Scan(place.seq)))
+        self._is_followed = True
 
     def _last_that_count(self) -> dict[int, int]:
         """Returns part to the last record that counts, for parts that others follow."""
@@ -416,6 +432,8 @@ class ProcessWal:
             scan.problem = error
             if scan.seen != (scan.at, window.length):
                 scan.seen, scan.rest = (scan.at, window.length), None
+                if self._is_followed:
+                    scan.changed = time.monotonic()
         except Missing:
             scan.problem = None  # It was trimmed concurrently.
 
