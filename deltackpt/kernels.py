@@ -134,15 +134,15 @@ def scatter(values: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
     """
     if not values.size:
         return
+    row_bytes = math.prod(out.shape[1:]) * out.itemsize
     if _used is not None:
         data = [one.reshape(-1).view(np.uint8) for one in (values, out)]
-        rows = np.ascontiguousarray(rows, np.int64)
-        _used.scatter(data[0], values.nbytes // len(values), rows, data[1])
+        _used.scatter(data[0], row_bytes, np.ascontiguousarray(rows, np.int64), data[1])
         return
     if not 0 <= rows.min() <= rows.max() < len(out):
         raise IndexError(f"scatter: expected rows below {len(out)}")
     # numpy moves elements of one large dtype 1.5 times as fast.
-    unit = np.dtype((np.void, values.nbytes // len(values)))
+    unit = np.dtype((np.void, row_bytes))
     out.reshape(-1).view(unit)[rows] = values.reshape(-1).view(unit)
 
 

@@ -166,6 +166,13 @@ def test_a_row_out_of_range_is_not_scattered(rows):
     assert not out.any()
 
 
+def test_rows_of_another_width_are_not_scattered():
+    out = np.zeros((4, 3), np.float32)
+    with pytest.raises(ValueError, match="source: expected 24 items, found 48|shape mismatch"):
+        kernels.scatter(np.ones((2, 6), np.float32), np.arange(2), out)
+    assert not out.any()
+
+
 def test_bad_arguments_of_scatter_are_errors(built):
     source, rows, out = np.ones(8, np.uint8), np.arange(2), np.zeros(16, np.uint8)
     with pytest.raises(TypeError, match="rows: expected items of 8 bytes, found 4"):

@@ -10,6 +10,7 @@ import shutil
 import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import google_crc32c
@@ -319,7 +320,15 @@ def test_many_small_records_are_read_at_once(empty, reads):
     assert len(reads) < 12 and nbytes <= sum(reads) < 1.1 * nbytes
 
 
-def test_a_follower_does_not_read_a_record_while_it_is_written(empty, reads):
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """The clock of scans, which stands at ``secs``."""
+    found = SimpleNamespace(secs=0.0)
+    monkeypatch.setattr(wal_records, "time", SimpleNamespace(monotonic=lambda: found.secs))
+    return found
+
+
+def test_a_follower_does_not_read_a_record_while_it_is_written(empty, reads, clock):
     log = empty.append(1)
     begun, follower = log.files[0].stat().st_size, scan_of(log)
     for written in range(1 << 20, 8 << 20, 1 << 20):
@@ -327,10 +336,33 @@ def test_a_follower_does_not_read_a_record_while_it_is_written(empty, reads):
         follower.advance()
         assert [one.is_torn for one in follower.breaks] == [True] and follower.holes() == []
     assert sum(reads) < 1 << 20
+    clock.secs = 1.0
+    for _ in range(5):
+        written += 1 << 20
+        os.truncate(log.files[0], begun + written)
+        follower.advance()
+        assert [one.is_torn for one in follower.breaks] == [True]
+    assert 7 << 20 < sum(reads) < 9 << 20
+
+
+def test_a_follower_reports_damage_while_its_writer_appends(empty, clock):
+    """The progress is lost, which would show at once that a record is missing."""
+    log = empty.append(1)
+    begun, follower, found = log.files[0].stat().st_size, scan_of(log), []
+    log.append(2)
+    with log.files[0].open("r+b") as file:
+        file.seek(begun)
+        file.write(b"?" * PAGE_BYTES)
+    for number in range(3, 12):
+        log.append(number)
+        follower.advance()
+        found.append([one.step for one in follower.holes()])
+        clock.secs += 0.25
+    assert found == [[], [], [], [], [7], [7], [7], [7], [11]]
 
 
 @pytest.mark.parametrize("durable", [0, 3])
-def test_a_follower_looks_for_damage_once_nothing_is_written(durable, log, monkeypatch):
+def test_a_follower_looks_for_damage_once_nothing_is_written(durable, log, clock):
     data = log.files[0].read_bytes()
     _, start = bounds_of(data)[0]
     log.files[0].write_bytes(data[:start])
@@ -339,7 +371,7 @@ def test_a_follower_looks_for_damage_once_nothing_is_written(durable, log, monke
     (log.folder / NAME).write_bytes(DurableRecord(durable, durable).to_bytes())
     follower.advance()
     assert [one.is_torn for one in follower.breaks] == [durable == 0]
-    monkeypatch.setattr(wal_records, "_WRITING_SECS", 0.0)
+    clock.secs = 1.0
     assert [one.is_torn for one in follower.breaks] == [False]
     assert [one.step for one in follower.holes()] == [3]
 

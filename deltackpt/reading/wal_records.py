@@ -47,9 +47,9 @@ _WINDOW_BYTES = 64 << 10
 _MAX_WINDOW_BYTES = 1 << 20
 #: Read at once to find layers behind a damaged one.
 _SEARCHED_BYTES = 8 << 20
-#: A follower does not look for damage in the end of a segment that has changed since then: a record
-#: of 50 MB that is being written would be read as a whole at each poll.
-_WRITING_SECS = 1.0
+#: How often a follower looks for damage in the growing end of a segment: otherwise, each poll would
+#: read all of a record of 50 MB that is being written.
+_SEARCH_SECS = 1.0
 #: A power cut may leave this in place of a file's last pages; a layer never ends like this.
 _ZEROS = bytes(16)
 
@@ -249,9 +249,9 @@ class Hole(NamedTuple):
 class _Scan:
     """How far a segment was scanned: record ``seq``, which begins ``at``, is the next.
 
-    ``problem`` is why ``records`` end; None at the end of the file. ``rest`` is what follows there;
-    set on the first request. ``seen`` is the end of the last scan, and the file's length then;
-    ``changed`` is when a follower saw it change, on the monotonic clock.
+    ``problem`` is why ``records`` end; None at the end of the file. ``rest`` is what follows there,
+    up to the file's length ``searched``; set on request. ``seen`` is the end of the last scan, and
+    the file's length then. ``due`` is when a follower may search, on the monotonic clock.
     """
 
     seq: int
@@ -259,8 +259,9 @@ class _Scan:
     records: list[WalRecord] = dataclasses.field(default_factory=list)
     problem: Damaged | None = None
     rest: _Rest | None = None
-    seen: tuple[int, int] = 0, 0
-    changed: float = -math.inf
+    searched: int = -1
+    seen: tuple[int, int] = -1, 0
+    due: float = -math.inf
 
 
 class ProcessWal:
@@ -300,8 +301,9 @@ class ProcessWal:
         for place, scan in sorted(self._scans.items()):
             if scan.problem is None:
                 continue
-            if scan.rest is None and not self._is_being_written(scan):
-                scan.rest = self._rest(place, scan)
+            if scan.searched != scan.seen[1] and self._is_search_due(scan):
+                scan.rest, scan.searched = self._rest(place, scan), scan.seen[1]
+                scan.due = time.monotonic() + _SEARCH_SECS
             rest = scan.rest or _Rest(True, None)
             found.append(
                 Break(
@@ -365,11 +367,10 @@ class ProcessWal:
     def _segment(self, place: SegmentId) -> StorePath:
         return self.store_path / naming.segment_name(*place)
 
-    def _is_being_written(self, scan: _Scan) -> bool:
-        """Returns whether a live writer seems to append the record at the end of a segment."""
+    def _is_search_due(self, scan: _Scan) -> bool:
+        """Returns whether to look for damage now; soon, its writer may have completed a record."""
         ends = (one.records[-1].save_id.attempt for one in self._scans.values() if one.records)
-        is_recent = time.monotonic() < scan.changed + _WRITING_SECS
-        return is_recent and self._durable.number <= max(ends, default=0)
+        return time.monotonic() >= scan.due or self._durable.number > max(ends, default=0)
 
     def _may_end_in(self, place: SegmentId) -> bool:
         """Returns whether the WAL may end within a segment: parts without a record may follow."""
@@ -430,10 +431,10 @@ class ProcessWal:
             if not segment.is_file():
                 return  # It was trimmed concurrently.
             scan.problem = error
-            if scan.seen != (scan.at, window.length):
-                scan.seen, scan.rest = (scan.at, window.length), None
-                if self._is_followed:
-                    scan.changed = time.monotonic()
+            if scan.seen[0] != scan.at:
+                scan.rest, scan.searched = None, -1
+                scan.due = time.monotonic() + _SEARCH_SECS if self._is_followed else -math.inf
+            scan.seen = scan.at, window.length
         except Missing:
             scan.problem = None  # It was trimmed concurrently.
 
