@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Compiled kernels: the codecs of rows and blocks, the gather of rows, the scan of stamps, checksums.
+ * Compiled kernels: the codecs of rows and blocks, copies of rows, the scan of stamps, checksums.
  *
  * The file includes itself once per instruction set (see "The kernels", below), and one table of
  * functions is chosen when the module is loaded. Every table computes the same bits: sums have one
@@ -181,6 +181,7 @@ struct kernels {
     /* Rows. */
     void (*gather)(const char *source, size_t row_bytes, int64_t first, const int64_t *rows, size_t count,
                    int stream, char *out);
+    void (*scatter)(const char *source, size_t row_bytes, const int64_t *rows, size_t count, char *out);
     size_t (*scan)(const int32_t *stamps, size_t count, int32_t clock, int64_t first, int64_t *out);
     void (*encode_uniform)(const struct encoding *job, const struct uniform *codec);
     void (*encode_shorter)(const struct encoding *job, enum dtype dtype, float smallest, float largest);
@@ -622,6 +623,47 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
 done:
     release(&buffers);
     release_list(&sources);
+    return result;
+}
+
+static PyObject *py_scatter(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *source_array, *row_array, *out_array, *result = NULL;
+    Py_ssize_t row_bytes;
+    if (!PyArg_ParseTuple(args, "OnOO", &source_array, &row_bytes, &row_array, &out_array))
+        return NULL;
+    struct buffers buffers = {.count = 0};
+    const int64_t *rows = buffer(&buffers, row_array, "rows", sizeof(int64_t), -1, 0);
+    if (!rows)
+        goto done;
+    Py_ssize_t count = items_of(&buffers), at = 0;
+    if (row_bytes <= 0 || count > PY_SSIZE_T_MAX / row_bytes) {
+        PyErr_SetString(PyExc_ValueError, "scatter: expected rows of at least one byte that fit into memory");
+        goto done;
+    }
+    const char *source = buffer(&buffers, source_array, "source", 1, count * row_bytes, 0);
+    if (!source)
+        goto done;
+    char *out = buffer(&buffers, out_array, "out", 1, -1, 1);
+    if (!out || check_distinct(&buffers))
+        goto done;
+    uint64_t length = (uint64_t)items_of(&buffers) / (uint64_t)row_bytes;
+    const struct kernels *use = chosen;
+    Py_BEGIN_ALLOW_THREADS
+    while (at < count && (uint64_t)rows[at] < length)
+        at++;
+    if (at == count)
+        use->scatter(source, (size_t)row_bytes, rows, (size_t)count, out);
+    Py_END_ALLOW_THREADS
+    if (at < count) {
+        PyErr_Format(PyExc_IndexError, "scatter: expected rows below %lld, found %lld", (long long)length,
+                     (long long)rows[at]);
+        goto done;
+    }
+    result = Py_NewRef(Py_None);
+done:
+    release(&buffers);
     return result;
 }
 
@@ -1186,6 +1228,7 @@ static PyMethodDef methods[] = {
     {"use", py_use, METH_VARARGS, "Uses one of the supported instruction sets."},
     /* Rows. */
     {"gather", py_gather, METH_VARARGS, "Copies rows of several arrays into another array."},
+    {"scatter", py_scatter, METH_VARARGS, "Copies rows to other positions of an array."},
     {"scan", py_scan, METH_VARARGS, "Writes the indices of stamps after a clock; returns how many."},
     {"encode_uniform", py_encode_uniform, METH_VARARGS, "Encodes rows as uniform codes."},
     {"encode_shorter", py_encode_shorter, METH_VARARGS, "Encodes float32 rows as 16-bit floats."},
@@ -2062,6 +2105,19 @@ static TARGET void KERNEL(gather)(const char *source, size_t row_bytes, int64_t 
 #endif
 }
 
+static TARGET void KERNEL(scatter)(const char *source, size_t row_bytes, const int64_t *rows, size_t count,
+                                   char *out)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (i + GATHER_AHEAD < count) {
+            char *next = out + (size_t)rows[i + GATHER_AHEAD] * row_bytes;
+            for (size_t at = 0; at < row_bytes && at < 512; at += 64)
+                __builtin_prefetch(next + at, 1);
+        }
+        KERNEL(copy_row)(out + (size_t)rows[i] * row_bytes, source + i * row_bytes, row_bytes);
+    }
+}
+
 /* ---- Rows: scan of stamps ---- */
 
 /* Writes the indices of stamps above the clock, counted from `first`, to `out`, which has room for all. */
@@ -2671,6 +2727,7 @@ static TARGET int KERNEL(apply_sparse)(const struct sparse *one)
 static const struct kernels KERNEL(table) = {
     .name = &TEXT(KERNEL())[1], /* Without the underscore. */
     .gather = KERNEL(gather),
+    .scatter = KERNEL(scatter),
     .scan = KERNEL(scan),
     .encode_uniform = KERNEL(encode_uniform),
     .encode_shorter = KERNEL(encode_shorter),

@@ -3,10 +3,10 @@
 
 ``deltackpt._kernels`` is compiled from C when the package is built, if there is a compiler. Its
 functions release the GIL, so the threads of a ``Runtime`` run them in parallel. ``gather``,
-``scan`` and ``widen_halves`` use numpy if the module was not built, and compute the same bits. The
-other functions need it: if ``available`` returns False, their callers use XLA or numpy, and
-google_crc32c for checksums. In shapes, n is the number of rows, blocks or bytes; arrays are
-contiguous.
+``scatter``, ``scan`` and ``widen_halves`` use numpy if the module was not built, and compute the
+same bits. The other functions need it: if ``available`` returns False, their callers use XLA or
+numpy, and google_crc32c for checksums. In shapes, n is the number of rows, blocks or bytes; arrays
+are contiguous.
 """
 
 from __future__ import annotations
@@ -102,6 +102,25 @@ def gather(
     for source, chunk in zip(sources, chunks):
         # mode="clip" lets numpy write straight into `out`.
         source.take(local[chunk], 0, out[chunk], "clip")
+
+
+def scatter(values: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+    """Copies contiguous values (n, ...) to row indices (n,) of contiguous ``out``, of their dtype.
+
+    A row index that is out of range raises ``IndexError``; nothing is written then.
+    """
+    if not values.size:
+        return
+    row_bytes = math.prod(out.shape[1:]) * out.itemsize
+    if _used is not None:
+        data = [one.reshape(-1).view(np.uint8) for one in (values, out)]
+        _used.scatter(data[0], row_bytes, np.ascontiguousarray(rows, np.int64), data[1])
+        return
+    if not 0 <= rows.min() <= rows.max() < len(out):
+        raise IndexError(f"scatter: expected rows below {len(out)}")
+    # numpy moves elements of one large dtype 1.5 times as fast.
+    unit = np.dtype((np.void, row_bytes))
+    out.reshape(-1).view(unit)[rows] = values.reshape(-1).view(unit)
 
 
 def scan(stamps: Sequence[Sized], clock: int, first: int = 0) -> np.ndarray:

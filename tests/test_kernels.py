@@ -145,6 +145,48 @@ def test_bad_arguments_of_gather_are_errors(built):
         call()
 
 
+@given(st.data())
+def test_scattered_rows_are_those_of_numpy(data):
+    dtype = np.dtype(data.draw(st.sampled_from(["float32", "bfloat16", "float64", "bool", "int4"])))
+    width, random = data.draw(st.sampled_from(WIDTHS)), np.random.default_rng(0)
+    length = data.draw(st.integers(1, 60))
+    rows = np.array(data.draw(st.lists(st.integers(0, length - 1), unique=True)), np.int64)
+    shape = () if data.draw(st.booleans()) else (width,)
+    values, out = (random.integers(0, 2, (n, *shape)).astype(dtype) for n in (len(rows), length))
+    wanted = out.copy()
+    wanted[rows] = values
+    kernels.scatter(values, rows, out)
+    assert out.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("rows", [[4, 0], [0, -1], [0, 2**62]])
+def test_a_row_out_of_range_is_not_scattered(rows):
+    out = np.zeros((4, 3), np.float32)
+    with pytest.raises(IndexError, match="expected rows below 4"):
+        kernels.scatter(np.ones((2, 3), np.float32), np.array(rows), out)
+    assert not out.any()
+
+
+def test_rows_of_another_width_are_not_scattered():
+    out = np.zeros((4, 3), np.float32)
+    with pytest.raises(ValueError, match="source: expected 24 items, found 48|shape mismatch"):
+        kernels.scatter(np.ones((2, 6), np.float32), np.arange(2), out)
+    assert not out.any()
+
+
+def test_bad_arguments_of_scatter_are_errors(built):
+    source, rows, out = np.ones(8, np.uint8), np.arange(2), np.zeros(16, np.uint8)
+    with pytest.raises(TypeError, match="rows: expected items of 8 bytes, found 4"):
+        built.scatter(source, 4, rows.astype(np.int32), out)
+    with pytest.raises(ValueError, match="source: expected 6 items, found 8"):
+        built.scatter(source, 3, rows, out)
+    with pytest.raises(ValueError, match="do not overlap"):
+        built.scatter(out[:8], 4, rows, out)
+    for row_bytes in (0, -1, 2**62):
+        with pytest.raises(ValueError, match="at least one byte that fit"):
+            built.scatter(source, row_bytes, rows, out)
+
+
 LOSSY = [name for name in codecs.names() if not codecs.get(name).lossless]
 SPECIAL = [0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-40, 2.0**-48, 3e38, 65504.0, 2.0**48]
 

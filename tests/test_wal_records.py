@@ -10,6 +10,7 @@ import shutil
 import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import google_crc32c
@@ -47,6 +48,8 @@ from deltackpt.format.row_blocks import PLAIN, BlockedValue, Segment
 from deltackpt.format.wal_format import ITEM_BYTES, ITEMS, Continues, RecordHead, packed_values
 from deltackpt.layers import footer
 from deltackpt.layers.footer import PAGE_BYTES
+from deltackpt.reading import wal_records
+from deltackpt.reading.wal_locations import NAME, DurableRecord
 from deltackpt.save import dense_save
 from deltackpt.storage import shard_writer
 from deltackpt.storage.shard_writer import SegmentSink
@@ -281,18 +284,80 @@ def test_other_files_are_left_alone(name, log):
     assert numbers_of(found) == [1, 2, 3] and found.breaks == []
 
 
-def test_many_small_records_are_read_at_once(empty, monkeypatch):
-    log = empty.append(*range(1, 401))
-    reads, read_into = [], FileStore.read_into
+@pytest.fixture
+def reads(monkeypatch) -> list[int]:
+    """Lengths of the reads of files."""
+    found, read_into = list[int](), FileStore.read_into
 
     def counted(self, key, start, buffers):
-        reads.append(sum(buffer.nbytes for buffer in buffers))
+        found.append(sum(buffer.nbytes for buffer in buffers))
         read_into(self, key, start, buffers)
 
     monkeypatch.setattr(FileStore, "read_into", counted)
+    return found
+
+
+def test_many_small_records_are_read_at_once(empty, reads):
+    log = empty.append(*range(1, 401))
     assert found_in(log) == [*range(1, 401)]
     nbytes = log.files[0].stat().st_size
     assert len(reads) < 12 and nbytes <= sum(reads) < 1.1 * nbytes
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """The clock of scans, which stands at ``secs``."""
+    found = SimpleNamespace(secs=0.0)
+    monkeypatch.setattr(wal_records, "time", SimpleNamespace(monotonic=lambda: found.secs))
+    return found
+
+
+def test_a_follower_does_not_read_a_record_while_it_is_written(empty, reads, clock):
+    log = empty.append(1)
+    begun, follower = log.files[0].stat().st_size, scan_of(log)
+    for written in range(1 << 20, 8 << 20, 1 << 20):
+        os.truncate(log.files[0], begun + written)  # The header is written last.
+        follower.advance()
+        assert [one.is_torn for one in follower.breaks] == [True] and follower.holes() == []
+    assert sum(reads) < 1 << 20
+    clock.secs = 1.0
+    for _ in range(5):
+        written += 1 << 20
+        os.truncate(log.files[0], begun + written)
+        follower.advance()
+        assert [one.is_torn for one in follower.breaks] == [True]
+    assert 7 << 20 < sum(reads) < 9 << 20
+
+
+def test_a_follower_reports_damage_while_its_writer_appends(empty, clock):
+    """The progress is lost, which would show at once that a record is missing."""
+    log = empty.append(1)
+    begun, follower, found = log.files[0].stat().st_size, scan_of(log), []
+    log.append(2)
+    with log.files[0].open("r+b") as file:
+        file.seek(begun)
+        file.write(b"?" * PAGE_BYTES)
+    for number in range(3, 12):
+        log.append(number)
+        follower.advance()
+        found.append([one.step for one in follower.holes()])
+        clock.secs += 0.25
+    assert found == [[], [], [], [], [7], [7], [7], [7], [11]]
+
+
+@pytest.mark.parametrize("durable", [0, 3])
+def test_a_follower_looks_for_damage_once_nothing_is_written(durable, log, clock):
+    data = log.files[0].read_bytes()
+    _, start = bounds_of(data)[0]
+    log.files[0].write_bytes(data[:start])
+    follower = scan_of(log)
+    log.files[0].write_bytes(data[:start] + bytes(4096) + data[start + 4096 :])
+    (log.folder / NAME).write_bytes(DurableRecord(durable, durable).to_bytes())
+    follower.advance()
+    assert [one.is_torn for one in follower.breaks] == [durable == 0]
+    clock.secs = 1.0
+    assert [one.is_torn for one in follower.breaks] == [False]
+    assert [one.step for one in follower.holes()] == [3]
 
 
 def test_the_logs_of_many_processes_are_read_side_by_side(tmp_path):

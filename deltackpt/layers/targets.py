@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import math
 import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from deltackpt import codecs
+from deltackpt import codecs, kernels
 from deltackpt.errors import OptionError, TemplateMismatch
 from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import Cover, Layout, Manifest
@@ -53,8 +52,11 @@ class Target:
             return
         else:
             positions = np.asarray(rows) - self.rows[0]
-        held, found = _as_units(buffer, values)
-        held[positions] = found
+        whole = buffer.flags.c_contiguous and values.flags.c_contiguous
+        if buffer.ndim > 1 and whole and buffer.dtype == values.dtype:
+            kernels.scatter(values, positions, buffer)
+        else:  # numpy copies single numbers faster.
+            buffer[positions] = values
 
     def overlap(self, columns: Span) -> Span | None:
         """Returns the columns that the target shares with a segment, or None."""
@@ -247,14 +249,3 @@ class Targets:
 
 def _overlap(one: Span, other: Span) -> bool:
     return max(one[0], other[0]) < min(one[1], other[1])
-
-
-def _as_units(buffer: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Views contiguous rows as elements of one large dtype."""
-    row_bytes = math.prod(buffer.shape[1:]) * buffer.itemsize
-    whole = buffer.flags.c_contiguous and values.flags.c_contiguous
-    if buffer.ndim == 1 or not (whole and row_bytes and buffer.dtype == values.dtype):
-        return buffer, values
-    # numpy moves these 1.5 times as fast.
-    unit = np.dtype((np.void, row_bytes))
-    return buffer.reshape(-1).view(unit), values.reshape(-1).view(unit)

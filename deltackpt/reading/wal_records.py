@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -45,6 +47,9 @@ _WINDOW_BYTES = 64 << 10
 _MAX_WINDOW_BYTES = 1 << 20
 #: Read at once to find layers behind a damaged one.
 _SEARCHED_BYTES = 8 << 20
+#: How often a follower looks for damage in the growing end of a segment: otherwise, each poll would
+#: read all of a record of 50 MB that is being written.
+_SEARCH_SECS = 1.0
 #: A power cut may leave this in place of a file's last pages; a layer never ends like this.
 _ZEROS = bytes(16)
 
@@ -244,8 +249,9 @@ class Hole(NamedTuple):
 class _Scan:
     """How far a segment was scanned: record ``seq``, which begins ``at``, is the next.
 
-    ``problem`` is why ``records`` end; None at the end of the file. ``rest`` is what follows there;
-    set on the first request. ``seen`` is the end of the last scan, and the file's length then.
+    ``problem`` is why ``records`` end; None at the end of the file. ``rest`` is what follows there,
+    up to the file's length ``searched``; set on request. ``seen`` is the end of the last scan, and
+    the file's length then. ``due`` is when a follower may search, on the monotonic clock.
     """
 
     seq: int
@@ -253,7 +259,9 @@ class _Scan:
     records: list[WalRecord] = dataclasses.field(default_factory=list)
     problem: Damaged | None = None
     rest: _Rest | None = None
-    seen: tuple[int, int] = 0, 0
+    searched: int = -1
+    seen: tuple[int, int] = -1, 0
+    due: float = -math.inf
 
 
 class ProcessWal:
@@ -267,6 +275,7 @@ class ProcessWal:
         self._identity: DirIdentity | None = None
         #: The newest durable record according to its writer: number of the call, and step.
         self._durable = DurableRecord(0, 0)
+        self._is_followed = False
 
     @property
     def durable(self) -> DurableRecord:
@@ -292,14 +301,16 @@ class ProcessWal:
         for place, scan in sorted(self._scans.items()):
             if scan.problem is None:
                 continue
-            if scan.rest is None:
-                scan.rest = self._rest(place, scan)
+            if scan.searched != scan.seen[1] and self._is_search_due(scan):
+                scan.rest, scan.searched = self._rest(place, scan), scan.seen[1]
+                scan.due = time.monotonic() + _SEARCH_SECS
+            rest = scan.rest or _Rest(True, None)
             found.append(
                 Break(
                     at=SegmentId(place.part, scan.seq),
                     counts=scan.seq <= last.get(place.part, scan.seq),
-                    is_torn=scan.rest.is_torn and self._may_end_in(place),
-                    step=scan.rest.step,
+                    is_torn=rest.is_torn and self._may_end_in(place),
+                    step=rest.step,
                     problem=scan.problem,
                 )
             )
@@ -356,6 +367,11 @@ class ProcessWal:
     def _segment(self, place: SegmentId) -> StorePath:
         return self.store_path / naming.segment_name(*place)
 
+    def _is_search_due(self, scan: _Scan) -> bool:
+        """Returns whether to look for damage now; soon, its writer may have completed a record."""
+        ends = (one.records[-1].save_id.attempt for one in self._scans.values() if one.records)
+        return time.monotonic() >= scan.due or self._durable.number > max(ends, default=0)
+
     def _may_end_in(self, place: SegmentId) -> bool:
         """Returns whether the WAL may end within a segment: parts without a record may follow."""
         later = (one for one in self._scans.items() if one[0] > place)
@@ -390,6 +406,7 @@ class ProcessWal:
             del self._scans[gone]
         for place in places:
             self._scan_segment(place, self._scans.setdefault(place, _Scan(place.seq)))
+        self._is_followed = True
 
     def _last_that_count(self) -> dict[int, int]:
         """Returns part to the last record that counts, for parts that others follow."""
@@ -414,8 +431,10 @@ class ProcessWal:
             if not segment.is_file():
                 return  # It was trimmed concurrently.
             scan.problem = error
-            if scan.seen != (scan.at, window.length):
-                scan.seen, scan.rest = (scan.at, window.length), None
+            if scan.seen[0] != scan.at:
+                scan.rest, scan.searched = None, -1
+                scan.due = time.monotonic() + _SEARCH_SECS if self._is_followed else -math.inf
+            scan.seen = scan.at, window.length
         except Missing:
             scan.problem = None  # It was trimmed concurrently.
 
