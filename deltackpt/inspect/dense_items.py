@@ -2,8 +2,9 @@
 """Dense leaves of a step, read lazily and without Orbax: Orbax's items, and blocks of a chain.
 
 Orbax's data has no checksums: what is read is checked against the step's digests, and again if a
-file has changed since. A step that a stock Orbax manager committed has no digests. Leaves stored as
-blocks appear as those of the item that Orbax's handler would have written.
+file has changed since. Shapes and dtypes in a database are checked only against the checksums of
+its nodes. A step that a stock Orbax manager committed has no digests. Leaves stored as blocks
+appear as those of the item that Orbax's handler would have written.
 """
 
 from __future__ import annotations
