@@ -335,9 +335,29 @@ def test_disabled_huge_pages_are_a_warning(tmp_path, monkeypatch, text, severity
     assert [finding.severity for finding in found] == [severity] * (severity is not None)
 
 
-def test_versions_limits_and_memory_are_listed():
+@pytest.mark.parametrize(
+    ("found", "required", "severity"),
+    [
+        ("0.12.8", True, "ok"),
+        ("0.12.9rc1", True, "ok"),
+        ("0.13.0", True, "problem"),
+        ("0.11.30", True, "problem"),
+        (None, True, "problem"),
+        (None, False, "note"),
+    ],
+)
+def test_a_version_is_checked_against_the_range(found, required, severity):
+    finding = machine.version_finding(
+        "orbax-checkpoint", found, "<0.13,>=0.12.8", required=required
+    )
+    assert finding.severity == severity
+    assert severity == "ok" or 'pip install "orbax-checkpoint>=0.12.8,<0.13"' in finding.action
+
+
+def test_the_installed_versions_are_supported():
     found = by_subject(doctor.examine())
-    assert f"deltackpt {deltackpt.__version__}, jax " in found["versions"].found
+    for name in ("python", "jax", "orbax-checkpoint", "tensorstore", "numpy", "flax"):
+        assert found[name].severity == "ok", found[name]
     assert {finding.area for finding in found.values()} == {"machine", "software"}
     assert {"memory", "open files"} <= {*found}
 

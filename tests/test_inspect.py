@@ -17,6 +17,7 @@ import hypothesis.strategies as st
 import jax
 import model
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import test_meshes
 from damages import flip
@@ -27,9 +28,12 @@ from test_meshes import Run, Topology, initial, topologies, trained
 
 import deltackpt
 from deltackpt import errors, inspect
+from deltackpt.format.dtypes import dtype_of
 from deltackpt.reading import chains, stored_saves
+from deltackpt.reading.orbax_values import item_values
 from deltackpt.save import lineage
 from deltackpt.state import tables
+from deltackpt.storage.store import StorePath, store_path
 
 TABLE = "tables/users"
 
@@ -391,6 +395,46 @@ def test_dense_damage_is_found_after_a_first_read_too(tmp_path):
         with pytest.raises(errors.Damaged, match="dense/d/"):
             step["dense/kernel"][:]
         assert step[TABLE][:3].shape == (3, 8)
+
+
+def test_no_damage_of_an_item_changes_the_value_of_a_leaf(tmp_path):
+    arrays = {dtype: np.ones((3, 2), dtype_of(dtype)) for dtype in ("int4", "bfloat16", "float64")}
+    leaves = {**arrays, "large": np.arange(5000.0), "number": 5, "text": "a", "empty": np.zeros(0)}
+
+    def values() -> dict[str, str]:
+        dense = inspect.open(tmp_path).at(0).dense
+        return {
+            name: repr((leaf, np.asarray(leaf.value).tobytes())) for name, leaf in dense.items()
+        }
+
+    saved(tmp_path, {"t": np.ones((3, 2), np.float32), "d": leaves})
+    intact, damaged = values(), 0
+    for file in filter(Path.is_file, (tmp_path / "0" / "dense").rglob("*")):
+        data = file.read_bytes()
+        for at in range(0, len(data), -(-len(data) // 3)):
+            flip(file, at)
+            try:
+                assert values() == intact, (file, at)
+            except errors.Damaged:
+                damaged += 1
+            file.write_bytes(data)
+    assert damaged > 10
+
+
+@pytest.mark.parametrize("use_zarr3", [False, True])
+@pytest.mark.parametrize("use_ocdbt", [False, True])
+def test_items_in_each_layout_of_orbax_are_read(tmp_path, monkeypatch, use_ocdbt, use_zarr3):
+    # A file of Zarr may be longer than any file of this project.
+    monkeypatch.setitem(StorePath.read.__kwdefaults__, "most_bytes", 5000)
+    state = {"d": {"large": np.arange(5000.0)}, "manifest": np.int8([3]), "number": 5, "text": "a"}
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
+    ocp.Checkpointer(handler).save(tmp_path / "item", args=ocp.args.PyTreeSave(state))
+    source = item_values(store_path(tmp_path / "item"), None)
+    leaves = inspect.DenseItem(tmp_path / "item", lambda: source, exists=lambda: True)
+    assert leaves["number"].value == 5 and leaves["text"].value == "a"
+    assert leaves["manifest"][:].dtype == np.int8 and leaves["manifest"][0] == 3
+    found = np.asarray(leaves["d/large"])
+    assert found.tobytes() == state["d"]["large"].tobytes() and found.flags.writeable
 
 
 def test_listing_dense_leaves_does_not_read_the_data(tmp_path):

@@ -131,6 +131,8 @@ def test_a_step_that_is_removed_while_it_is_compacted(server, bucket):
 
     with mock.patch.object(compaction, "_put_base", claimed), pytest.raises(FencedError):
         compact(url, endpoint=server.endpoint)
+    notes = verify_root(url, endpoint=server.endpoint).notes
+    assert [note for note in notes if note.startswith("bases/") and "interrupted" in note]
     holder.sweep()  # Only the new holder knows that the base is not committed.
     assert not any(key.startswith("bases/") for key in opened(url, server).keys())
 

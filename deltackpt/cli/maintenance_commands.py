@@ -393,7 +393,7 @@ def doctor(
 
     For a directory, it checks the file system and its guarantees after a power cut, fsync latency,
     free space, the newest step, the WAL and the lease. For the machine and installation, it checks
-    memory, huge pages and limits, and lists versions. Damage and leftovers are reported by
+    memory, huge pages, limits and versions. Damage and leftovers are reported by
     `deltackpt verify`.
 
     For a bucket, it checks the journal and the claim. It also writes a small temporary object, to

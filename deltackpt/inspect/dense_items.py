@@ -2,8 +2,9 @@
 """Dense leaves of a step, read lazily and without Orbax: Orbax's items, and blocks of a chain.
 
 Orbax's data has no checksums: what is read is checked against the step's digests, and again if a
-file has changed since. A step that a stock Orbax manager committed has no digests. Leaves stored as
-blocks appear as those of the item that Orbax's handler would have written.
+file has changed since. Shapes and dtypes in a database are checked only against the checksums of
+its nodes. A step that a stock Orbax manager committed has no digests. Leaves stored as blocks
+appear as those of the item that Orbax's handler would have written.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from deltackpt.inspect.descriptions import shape_text
 from deltackpt.inspect.lazy import Saves
 from deltackpt.inspect.listing import Listing
 from deltackpt.lazy_import import ts
-from deltackpt.reading import stored_dense, stored_saves
+from deltackpt.reading import stored_dense, stored_saves, zarr_arrays
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
 from deltackpt.reading.stored_dense import DenseShard
 from deltackpt.reading.stored_saves import StoredSave
@@ -193,9 +194,12 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         name = ".".join(key)
         with self._reading() as source:
             stored = source.values(lambda key: key.startswith(f"{name}/"))
+        array = zarr_arrays.described(name, stored.get(f"{name}/{ocdbt.ZARRAY}"), self._shown)
         try:
+            if array is not None and array.keys([array.whole]) <= stored.keys():
+                return np.require(array.read(stored, array.whole), requirements="W")
             return np.asarray(self._opened(name, stored).read().result())
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             shown = f"{self._shown}/{name}"
             raise Damaged(shown, "an array that can be read", str(error)) from error
 

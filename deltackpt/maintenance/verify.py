@@ -31,6 +31,7 @@ from deltackpt.format.manifest import ParentRef, SaveId, SaveInfo
 from deltackpt.ledger import lease
 from deltackpt.ledger.bucket_steps import BucketSteps
 from deltackpt.ledger.directory import Root, is_known, is_leftover
+from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance.verify_save import (
@@ -183,6 +184,9 @@ def _verified(
         log = verify_wal(opened, *audit.rows_intact(verdicts), audit.meter)
         if isinstance(opened, BucketSteps):
             problems[:0] = map(_journal_problem, opened.journal.audit())
+            journal = Journal(opened.journal.root)
+            left = journal.find_leftovers(journal.state())
+            notes += [f"{name}/: an upload that was interrupted" for name in sorted(left)]
         elif isinstance(opened, Root):
             others, of_others = _outside(opened.path)
             problems[:0], notes = others, [*notes, *of_others]

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
+from deltackpt.errors import Damaged
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.resources import host_memory
-from deltackpt.storage.ocdbt import check_chunks, chunk_key
+from deltackpt.storage.ocdbt import ZARRAY, check_chunks, chunk_key
 
 #: Half-open ranges along each axis.
 Box = tuple[tuple[int, int], ...]
@@ -93,6 +94,18 @@ def parsed(name: str, text: bytes | memoryview, *, is_number: bool = False) -> Z
     check_chunks(described)
     shape, chunks = tuple(described["shape"]), tuple(described["chunks"])
     return ZarrArray(name, shape, chunks, dtype_in(dtype), is_number)
+
+
+def described(name: str, text: memoryview | None, shown: str) -> ZarrArray | None:
+    """Returns an array by its ``.zarray``; None without one, or if its chunks are not plain.
+
+    Raises ``Damaged`` for an invalid description; ``shown`` names the item.
+    """
+    try:
+        return None if text is None else parsed(name, text)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        what = "Zarr metadata of an array"
+        raise Damaged(f"{shown}, {name}/{ZARRAY}", what, str(error)) from error
 
 
 def dtype_in(text: str) -> np.dtype:

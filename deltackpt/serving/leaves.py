@@ -330,7 +330,7 @@ class LeafReplica(StateHolder[ServedLeaves]):
         arrays: dict[DenseEntry, ZarrArray] = {}
         for leaf in leaves:
             name = name_of(leaf)
-            array = _described(name, values.get(f"{name}/{ZARRAY}"), save.name)
+            array = zarr_arrays.described(name, values.get(f"{name}/{ZARRAY}"), save.name)
             if array is None and plan is None:
                 array = self._by_orbax(save, leaf, values)
                 if array is not None:
@@ -391,15 +391,6 @@ class LeafReplica(StateHolder[ServedLeaves]):
         [key] = array.keys([array.whole])
         values[key] = found.reshape(-1).view(np.uint8).data
         return array
-
-
-def _described(name: str, text: memoryview | None, shown: str) -> ZarrArray | None:
-    """Parses a leaf's ``.zarray``; None without one, or if ``ZarrArray`` cannot read it."""
-    try:
-        return None if text is None else zarr_arrays.parsed(name, text)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        what = "Zarr metadata of an array"
-        raise Damaged(f"{shown}, {name}/{ZARRAY}", what, str(error)) from error
 
 
 def _wanted(leaves: Sequence[DenseEntry]) -> Wanted:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a directory and the machine, and lists versions; jax and Orbax need not be installed."""
+"""Checks a directory, the machine and package versions; jax and Orbax need not be installed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines findings, and checks the machine: file systems, memory, limits and versions."""
+"""Defines findings, and checks the machine: file systems, memory, limits and packages."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import importlib.metadata
@@ -19,9 +18,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from deltackpt import units
-from deltackpt.__about__ import __version__
 
 Severity = Literal["ok", "note", "warning", "problem"]
 Area = Literal["directory", "machine", "software"]
@@ -265,17 +265,55 @@ def machine_findings() -> Iterator[Finding]:
         ).ok_if(setting[1] != "never")
 
 
-#: Packages whose versions are shown, if they are installed.
+#: Always shown; others only if there is a problem.
 _SHOWN = ("jax", "orbax-checkpoint", "tensorstore", "numpy", "flax", "ray")
 
 
 def version_findings() -> Iterator[Finding]:
-    """Lists the versions of Python, deltackpt and the most important packages."""
-    found = [f"python {platform.python_version()}", f"deltackpt {__version__}"]
-    for name in _SHOWN:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    yield Finding("versions", "ok", ", ".join(found))
+    """Checks the versions of the installed packages against the supported ranges."""
+    try:
+        ours = importlib.metadata.distribution("deltackpt")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(
+            "deltackpt",
+            "warning",
+            "imported from a source tree that is not installed",
+            "The required versions cannot be determined.",
+            "pip install -e .",
+        )
+        return
+    yield Finding("deltackpt", "ok", ours.version)
+    python = ours.metadata["Requires-Python"] or ""
+    yield version_finding("python", platform.python_version(), python, required=True)
+    requirements: dict[str, Requirement] = {}
+    for requirement in map(Requirement, ours.requires or ()):
+        if requirement.name not in requirements or requirement.marker is None:
+            requirements[requirement.name] = requirement
+    for name in sorted(requirements, key=lambda name: (name not in _SHOWN, name)):
+        requirement = requirements[name]
+        marker = requirement.marker
+        required = marker is None or marker.evaluate({"extra": ""})
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = None
+        finding = version_finding(name, found, str(requirement.specifier), required=required)
+        if name in _SHOWN or (required and finding.severity != "ok"):
+            yield finding
+
+
+def version_finding(name: str, found: str | None, supported: str, *, required: bool) -> Finding:
+    """Checks the version of a package, or ``python``; ``found`` is None if it is not installed."""
+    wanted = ",".join(sorted(supported.split(","), reverse=True))
+    action = f'pip install "{name}{wanted}"' if name != "python" else f"use python {wanted}"
+    if found is None and required:
+        return Finding(name, "problem", "not installed", "", action)
+    if found is None:
+        meaning = "Only features that build on it need it."
+        return Finding(name, "note", "not installed", meaning, f"if you need it: {action}")
+    fits = SpecifierSet(supported).contains(found, prereleases=True)
+    text = found if fits else f"{found}, supported is {wanted}"
+    return Finding(name, "problem", text, "deltackpt is not tested with it.", action).ok_if(fits)
 
 
 def kernel_findings() -> Iterator[Finding]:
