@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-import jax
+from jax.core import eval_context
 
 from deltackpt import coordination, events
 from deltackpt.cached import cached_property
@@ -164,7 +164,7 @@ class CheckpointManager:
 
         self._warnings = events.CallWarnings()
         start = contextlib.nullcontext() if saves_to is None else exits.starting(saves_to)
-        with self._warnings.deferred(), start, jax.core.eval_context():
+        with self._warnings.deferred(), start, eval_context():
             self._open(directory, saves_to, checked, options, event_handlers)
 
     def _open(
@@ -972,7 +972,7 @@ class CheckpointManager:
         """
         self._check_not_nested()
         with (
-            jax.core.eval_context(),
+            eval_context(),
             placement.neutral(),
             self._lock,
             self._warnings.deferred(),
