@@ -211,7 +211,7 @@ class FailureEvent:
     Attributes:
       step: the training step; None if no single step is meant, as for ``NoIntactStep``.
       process: index of the process.
-      operation: ``"save"``; ``"restore"``; ``"skip"``: ``restore_latest()`` skipped a damaged step,
+      operation: ``"save"``; ``"restore"``; ``"skip"``: a restore skipped a damaged step,
         recovery point or journal object; ``"upload"``: the bucket is unreachable (uploads are
         retried) or a save cannot be uploaded; ``"push"``: a save cannot be copied to peers
         (retried); ``"append"``: WAL records could not be made durable, or processes lag far behind

@@ -33,6 +33,7 @@ from deltackpt.reading import bounds, inventory, stored_saves
 from deltackpt.restore import placing
 from deltackpt.save import capture
 from deltackpt.storage import shard_writer
+from deltackpt.testing import stored_chunks
 from deltackpt.testing.states import assert_same
 
 ROWS, WIDTH, IDS = 400, 8, 1000
@@ -211,6 +212,11 @@ def test_a_step_in_which_an_id_has_two_rows_is_skipped_and_the_id_is_named(tmp_p
             restoring.restore(2, run.state)
         with pytest.warns(UserWarning, match="step 2 is skipped"):
             assert restoring.restore_latest(run.state).step == 1
+    # Damaged dense leaves hide no damaged ids.
+    stored_chunks(tmp_path / "2", "*", segment="dense*")[0].flip()
+    report = verify.verify_root(tmp_path)
+    assert report.problems == report.saves[1].problems
+    assert any(f"id {twice}" in problem.found for problem in report.problems)
 
 
 def test_an_id_with_rows_on_two_processes_is_found_by_the_one_that_checks_its_table(tmp_path):

@@ -295,14 +295,14 @@ def test_reservations_are_returned_after_an_error():
 
 
 def interrupted_at(number: int, call: Callable[[], object]) -> bool:
-    """Interrupts a call as the n-th C function inside of it returns; returns whether there is one.
+    """Interrupts a call where Python runs signal handlers for the n-th time, if it does so.
 
-    There, Python runs signal handlers.
+    That is as a Python function begins, or as a C function returns. Returns whether it did.
     """
     left = itertools.count(number, -1)
 
     def interrupt(frame: FrameType, event: str, argument: object) -> None:
-        if event == "c_return" and next(left) == 0:
+        if event in ("call", "c_return") and next(left) == 0:
             sys.setprofile(None)
             raise KeyboardInterrupt
 

@@ -8,6 +8,7 @@ and copies that apply their changes.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import itertools
 import json
@@ -294,6 +295,9 @@ def test_an_interrupted_reader_holds_no_lock(live):
     for number in itertools.count():
         is_interrupted = interrupted_at(number, look_up)
         assert lock._count == 0, number
+        with open(f"/proc/self/fd/{lock._descriptor}", "rb") as other:
+            # Raises if the lock is held.
+            fcntl.flock(other, fcntl.LOCK_NB | fcntl.LOCK_EX)
         if not is_interrupted:
             break
     assert number > 5

@@ -12,7 +12,7 @@ import many_wal_worker
 import pytest
 from many import Answer, Job, Server
 from many_worker import Model
-from test_processes import assert_read_alone
+from test_processes import assert_read_alone, chunk_of
 
 TRAINED = {"mesh": [2, 2]}
 #: A call number that no test reaches otherwise.
@@ -148,6 +148,35 @@ def test_points_restore_bit_for_bit_on_fewer_and_on_more(server, tmp_path, proce
         job.all("open", root=str(root), log={})
         found = restored(job, "restore_latest", place=rows, like=newest + 5)
         assert (found["point"], found["wrong"]) == (newest + 5, None)
+        job.close()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("is_gone", [False, True], ids=["older step", "no other step"])
+def test_a_step_that_one_process_finds_damaged_is_skipped_below_a_point_by_every_process(
+    server, tmp_path, job, root, process, is_gone
+):
+    if not is_gone:
+        job.all("save")
+        job.all("wait")
+    logged(job, 5)
+    job.close()
+    newest = max(int(path.name) for path in root.glob("[0-9]"))
+    chunk_of(root, newest, process, "values").flip()
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        job.all("open", root=str(root), log={})
+        for number, answer in enumerate(job.each("restore", step=4, place=TRAINED, like=4)):
+            if is_gone:
+                kind = "Damaged" if number == process else "RestoreError"
+                assert answer["error"]["type"] == kind, answer
+                continue
+            assert "error" not in answer, answer
+            assert (answer["step"], answer["point"], answer["wrong"]) == (4, 4, None)
+            assert answer["chain"] == [0]
+            [warning] = answer["warnings"]
+            assert warning.startswith(f"step {newest} is skipped")
+        if not is_gone:
+            logged(job, 6)
         job.close()
 
 

@@ -178,10 +178,11 @@ def _verified(
             "found them removed; choose steps that exist"
         )
     points: tuple[PointVerdict, ...] = ()
+    intact, broken = audit.rows_intact(verdicts)  # May find problems.
     problems = [found for save in audit.reports for found in save.problems]
     notes, file_count = [*audit.notes], sum(save.file_count for save in audit.reports)
     if steps is None:
-        log = verify_wal(opened, *audit.rows_intact(verdicts), audit.meter)
+        log = verify_wal(opened, intact, broken, audit.meter)
         if isinstance(opened, BucketSteps):
             problems[:0] = map(_journal_problem, opened.journal.audit())
             journal = Journal(opened.journal.root)

@@ -179,7 +179,10 @@ class Memory:
             reservation.acquire(nbytes)
             yield
         finally:
-            reservation.release()
+            try:
+                reservation.release()
+            finally:  # That call may have been interrupted as it began.
+                reservation.release()
 
     def fits(self, nbytes: int) -> bool:
         """Returns whether buffers of ``nbytes`` in total are available now."""
@@ -259,9 +262,10 @@ class Reservation:
         """Ends the reservation. Idempotent."""
         memory = self._memory
         with memory._lock:
+            # First, so that an interrupted call can be repeated; waiting threads need the lock.
+            memory._changed.notify_all()
             memory.reserved_bytes -= self._nbytes
             self._nbytes = 0
-            memory._changed.notify_all()
 
 
 class Runtime:

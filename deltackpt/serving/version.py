@@ -310,5 +310,9 @@ class Versions(abc.ABC):
                 time.sleep(_RETRY_SECS)
             yield shown
         finally:
-            if held:
-                held[0].release(held)
+            try:
+                if held:
+                    held[0].release(held)
+            finally:
+                if held:  # That call was interrupted as it began.
+                    held[0].release(held)

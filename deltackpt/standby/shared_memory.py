@@ -147,11 +147,16 @@ class ReadLock:
         """
         while True:
             with self._counting:
-                if not self._waiting[0] and (self._count or _flock(self._descriptor, "read")):
-                    # Python runs no signal handler between these two.
-                    self._count += 1
-                    held.append(self)
-                    return True
+                try:
+                    if not self._waiting[0] and (self._count or _flock(self._descriptor, "read")):
+                        # Python runs no signal handler between these two.
+                        self._count += 1
+                        held.append(self)
+                        return True
+                except BaseException:
+                    if not self._count:  # An interrupt inside of ``_flock``.
+                        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                    raise
             if time.monotonic() >= end:
                 return False
             time.sleep(_RETRY_SECS)
@@ -159,10 +164,12 @@ class ReadLock:
     def release(self, held: list[ReadLock]) -> None:
         """Ends what ``acquire`` began with the same list, and clears it."""
         with self._counting:
-            self._count -= 1
-            held.clear()
-            if not self._count:
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            try:
+                self._count -= 1
+                held.clear()
+            finally:
+                if not self._count:
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
 class MappedMemory:
