@@ -79,7 +79,7 @@ enum { PLACES = 1024, SPARSE_AHEAD = 32 };
 
 /* Blocks to encode; `codes`, `words` and `steps` receive those of coded blocks only. */
 struct block_encoding {
-    int codec, type, skip_unchanged, past_cache;
+    int codec, type, past_cache;
     size_t count, coded;
     const char *now, *before;
     char *out;
@@ -104,7 +104,6 @@ struct block_decoding {
 /* Blocks to encode as changed elements; `counts`, `at` and `changes` receive those of coded blocks. */
 struct sparse_encoding {
     size_t count, itemsize, most, coded, elements;
-    int skip_unchanged;
     const char *now, *before;
     uint8_t *states, *at;
     uint16_t *counts;
@@ -958,16 +957,16 @@ static int take_table(struct buffers *buffers, PyObject *array, int codec, int t
 }
 
 /*
- * encode_blocks(codec, type, skip_unchanged, now, before, out, states, codes, words, steps, table,
- * low, high): returns the number of coded blocks, and the sums of squares of errors and of values.
+ * encode_blocks(codec, type, now, before, out, states, codes, words, steps, table, low, high): returns
+ * the number of coded blocks, and the sums of squares of errors and of values.
  */
 static PyObject *py_encode_blocks(PyObject *self, PyObject *args)
 {
     (void)self;
     PyObject *now, *before, *out, *states, *codes, *words, *steps, *table, *result = NULL;
     struct block_encoding one = {.count = 0};
-    if (!PyArg_ParseTuple(args, "iipOOOOOOOOII", &one.codec, &one.type, &one.skip_unchanged, &now, &before,
-                          &out, &states, &codes, &words, &steps, &table, &one.low, &one.high) ||
+    if (!PyArg_ParseTuple(args, "iiOOOOOOOOII", &one.codec, &one.type, &now, &before, &out, &states, &codes,
+                          &words, &steps, &table, &one.low, &one.high) ||
         check_codec(one.codec, one.type))
         return NULL;
     struct buffers buffers = {.count = 0};
@@ -983,7 +982,7 @@ static PyObject *py_encode_blocks(PyObject *self, PyObject *args)
     one.count = (size_t)count;
     if (before != Py_None && !(one.before = buffer(&buffers, before, "before", itemsize, items, 0)))
         goto done;
-    if (!one.before && (is_relative || one.skip_unchanged)) {
+    if (!one.before && is_relative) {
         PyErr_SetString(PyExc_ValueError, "before: expected a reference");
         goto done;
     }
@@ -1092,8 +1091,8 @@ static int check_itemsize(Py_ssize_t itemsize)
 }
 
 /*
- * encode_sparse(itemsize, most, skip_unchanged, now, before, states, counts, at, changes): returns
- * the number of coded blocks, and of their changed elements.
+ * encode_sparse(itemsize, most, now, before, states, counts, at, changes): returns the number of coded
+ * blocks, and of their changed elements.
  */
 static PyObject *py_encode_sparse(PyObject *self, PyObject *args)
 {
@@ -1101,8 +1100,7 @@ static PyObject *py_encode_sparse(PyObject *self, PyObject *args)
     PyObject *now, *before, *states, *counts, *at, *changes, *result = NULL;
     Py_ssize_t itemsize, most;
     struct sparse_encoding one = {.count = 0};
-    if (!PyArg_ParseTuple(args, "nnpOOOOOO", &itemsize, &most, &one.skip_unchanged, &now, &before, &states,
-                          &counts, &at, &changes) ||
+    if (!PyArg_ParseTuple(args, "nnOOOOOO", &itemsize, &most, &now, &before, &states, &counts, &at, &changes) ||
         check_itemsize(itemsize))
         return NULL;
     if (most < 0 || most > BLOCK)
@@ -2515,7 +2513,7 @@ INLINE void KERNEL(encode_all)(struct block_encoding *one, int codec, int type)
         else
             KERNEL(widen)(type, now, wide);
         one->squared_norm += KERNEL(squares)(values);
-        if (one->skip_unchanged && !KERNEL(differ)(now, before, nbytes)) {
+        if (before && !KERNEL(differ)(now, before, nbytes)) {
             one->states[i] = UNCHANGED;
             memcpy(out, before, nbytes);
             continue;
@@ -2651,7 +2649,7 @@ static inline TARGET size_t KERNEL(find_places)(const struct sparse *one, size_t
                 changed[j] = now[j] != before[j];                                                          \
                 found += changed[j];                                                                       \
             }                                                                                              \
-            if (found > one->most || (!found && one->skip_unchanged)) {                                    \
+            if (!found || found > one->most) {                                                             \
                 one->states[i] = found ? LEFT : UNCHANGED;                                                 \
                 continue;                                                                                  \
             }                                                                                              \

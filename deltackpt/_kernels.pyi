@@ -45,7 +45,6 @@ def widen_halves(patterns: Any, out: Any, /) -> None: ...
 def encode_blocks(
     codec: int,
     dtype: int,
-    skip_unchanged: bool,
     now: Any,
     before: Any,
     out: Any,
@@ -74,7 +73,6 @@ def decode_blocks(
 def encode_sparse(
     itemsize: int,
     most: int,
-    skip_unchanged: bool,
     now: Any,
     before: Any,
     states: Any,

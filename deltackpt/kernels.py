@@ -259,8 +259,8 @@ def encode_blocks(
     steps = np.empty(count, np.uint8) if codec in _STEPS else None
     limits = np.array(within, np.float32).view(np.uint32).tolist()
     coded, squared_error, squared_norm = _used.encode_blocks(
-        *(_BLOCK_CODECS[codec], _DTYPES[now.dtype.name], before is not None),
-        *(now, before, out, states, codes, words, steps, table, *limits),
+        *(_BLOCK_CODECS[codec], _DTYPES[now.dtype.name], now, before, out),
+        *(states, codes, words, steps, table, *limits),
     )
     arrays = tuple(one[:coded] for one in (codes, words, steps) if one is not None)
     return states, arrays, squared_error, squared_norm
@@ -301,9 +301,7 @@ def encode_sparse(
     count = len(now)
     states, counts = np.empty(count, np.uint8), np.empty(count, np.uint16)
     at, changes = np.empty(count * most, np.uint8), np.empty(count * most, now.dtype)
-    coded, found = _used.encode_sparse(
-        now.itemsize, most, True, now, before, states, counts, at, changes
-    )
+    coded, found = _used.encode_sparse(now.itemsize, most, now, before, states, counts, at, changes)
     # Copies free the rest of the memory.
     return states, counts[:coded].copy(), at[:found].copy(), changes[:found].copy()
 

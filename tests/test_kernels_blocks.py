@@ -245,7 +245,6 @@ def encoding(name: str = "ef4", dtype: str = "float32") -> dict[str, object]:
     return {
         "codec": kernels._BLOCK_CODECS[name],
         "type": kernels._DTYPES[dtype],
-        "skip": True,
         "now": np.ones((count, BLOCK), kind),
         "before": np.ones((count, BLOCK), kind),
         "out": np.zeros((count, BLOCK), kind),
@@ -287,7 +286,6 @@ def sparse_encoding() -> dict[str, object]:
     return {
         "itemsize": 2,
         "most": 3,
-        "skip": True,
         "now": np.ones((_BLOCKS, BLOCK), np.uint16),
         "before": np.ones((_BLOCKS, BLOCK), np.uint16),
         "states": np.zeros(_BLOCKS, np.uint8),
@@ -387,7 +385,7 @@ def test_unknown_codecs_types_and_sizes_are_errors(built):
 
 @pytest.mark.parametrize("name", [*DIFFERENCES, "log4"])
 def test_relative_codecs_need_a_reference(name, built):
-    given = encoding(name) | {"before": None, "skip": False}
+    given = encoding(name) | {"before": None}
     with pytest.raises(ValueError, match="expected a reference"):
         built.encode_blocks(*given.values())
 
