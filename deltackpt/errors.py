@@ -7,7 +7,9 @@ what was found and what to do next.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import ClassVar, TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
@@ -264,3 +266,18 @@ def without_frames(error: _Error) -> _Error:
         found.__traceback__ = None
         found = found.__cause__ or found.__context__
     return error
+
+
+@contextlib.contextmanager
+def chained(error: BaseException | None) -> Iterator[None]:
+    """Lets the traceback of a failure show an earlier error, which a cause would hide."""
+    try:
+        yield
+    except BaseException as failure:
+        shown: BaseException | None = failure
+        while shown is not None and shown is not error:
+            last = shown
+            shown = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if shown is None and error is not None:
+            last.__context__, last.__suppress_context__ = error, False
+        raise

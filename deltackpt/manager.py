@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from jax.core import eval_context
@@ -35,6 +35,7 @@ from deltackpt.errors import (
     TrackingError,
     UnsupportedRoot,
     WaitTimeout,
+    chained,
 )
 from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
@@ -927,8 +928,14 @@ class CheckpointManager:
         self._check_usable()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with chained(error):
+            self.close()
 
     def __del__(self) -> None:
         was_closed = getattr(self, "_closed", True) and not getattr(self, "_leaving", False)

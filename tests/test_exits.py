@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -23,7 +26,8 @@ import model
 import pytest
 
 import deltackpt
-from deltackpt.errors import DeltackptError, FencedError, SaveFailed
+from deltackpt.errors import DeltackptError, FencedError, SaveFailed, StorageError
+from deltackpt.integrations.loop import LoopCheckpoints
 from deltackpt.save import exits
 from deltackpt.testing import Pause, paused_saves
 
@@ -292,6 +296,21 @@ def test_a_failed_save_of_the_first_manager_is_reported_to_both(tmp_path):
     with pytest.raises(SaveFailed, match="step 2"):
         first.close()
     first.close()
+
+
+@pytest.mark.parametrize("cause", [None, OSError("a sensor")])
+@pytest.mark.parametrize("how", ["manager", "loop"])
+def test_a_failure_of_close_does_not_hide_the_error_of_the_with_block(tmp_path, how, cause):
+    tables = leaver.HANDLERS["embeddings"]
+    loop = functools.partial(LoopCheckpoints, tables=tables, every_steps=1)
+    with (
+        pytest.raises(StorageError, match="moved or removed") as failure,
+        (opened if how == "manager" else loop)(tmp_path / "run"),
+    ):
+        shutil.rmtree(tmp_path / "run")
+        raise ValueError("the loss is NaN") from cause
+    shown = "".join(traceback.format_exception(failure.value))
+    assert "ValueError: the loss is NaN" in shown and (cause is None or "a sensor" in shown)
 
 
 def test_a_save_that_hangs_does_not_block_another_manager_of_the_directory(tmp_path):

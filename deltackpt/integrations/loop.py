@@ -16,7 +16,7 @@ from typing import TypeVar
 import jax
 
 from deltackpt.coordination import Coordinator
-from deltackpt.errors import OptionError, SaveFailed
+from deltackpt.errors import OptionError, SaveFailed, chained
 from deltackpt.events import EventHandler
 from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
@@ -239,7 +239,8 @@ class LoopCheckpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        with chained(error):
+            self.close()
 
     def _save(self, how: Callable[..., Saved | None], step: int, state: PyTree) -> Saved | None:
         """Saves in one of the manager's ways, which are not called if nothing is due."""

@@ -253,8 +253,8 @@ class Training:
         away = away_of(self._stage)
         self._stage.rename(away)
         self._tell("moves its stage", removed=removed)
-        if removed:
-            shutil.rmtree(away)
+        while removed and away.exists():  # Its uploader still removes files, too.
+            shutil.rmtree(away, ignore_errors=True)
         try:
             assert not self._is_saved(), "a save is acknowledged without a stage"
             assert not self._stage.exists()
