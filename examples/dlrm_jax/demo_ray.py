@@ -32,9 +32,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from running import demonstration, journal
+from running.ports import free_ports
 from running.progress import Progress
-
-from dlrm_jax import demo_multi
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _RAY = str(Path(sys.executable).with_name("ray"))
@@ -70,14 +69,12 @@ class Node:
     def __init__(self, place: Path):
         """Chooses ports; starts nothing yet."""
         self._place = place
-        self._ports = {
-            name: demo_multi.free_port()
-            for name in (
-                *("port", "dashboard-port", "dashboard-agent-listen-port"),
-                *("dashboard-agent-grpc-port", "runtime-env-agent-port"),
-                *("metrics-export-port", "ray-client-server-port"),
-            )
-        }
+        names = [
+            *("port", "dashboard-port", "dashboard-agent-listen-port"),
+            *("dashboard-agent-grpc-port", "runtime-env-agent-port"),
+            *("metrics-export-port", "ray-client-server-port"),
+        ]
+        self._ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.address = f"127.0.0.1:{self._ports['port']}"
         self.dashboard = f"http://127.0.0.1:{self._ports['dashboard-port']}"
 
