@@ -37,7 +37,7 @@ LIVES, LIVES_OF_SEVERAL = 40, 10
 DOINGS = 8
 #: Model of the multi-process jobs: a step changes few blocks of its kernel.
 MODEL = many_worker.Model(kernel=[64, 256])
-_PROCESSES_SECS = 4.0
+_PROCESSES_SECS = 60.0
 _LONGEST_LIFE_SECS = 1.0
 #: How long the other processes continue after one dies.
 _LONGEST_WITHOUT_SECS = 0.3
