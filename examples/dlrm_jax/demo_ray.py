@@ -41,7 +41,7 @@ _STEPS, _SAVE_EVERY = 160, 10
 _WORKERS, _DEVICES, _SHARDS = 2, 2, 2
 #: Number of committed steps after a start or restart before the next kill.
 _COMMITTED_FIRST = 2
-_JOB_SECS, _POLL_SECS = 300, 0.1
+_JOB_SECS, _POLL_SECS = 900, 0.1
 _PR_SET_PDEATHSIG = 1
 _ARGUMENTS = (
     *(f"--steps={_STEPS}", f"--save-every={_SAVE_EVERY}", f"--print-every={_SAVE_EVERY}"),
@@ -246,7 +246,7 @@ def kill_a_restore_actor(job: Job, submission: subprocess.Popen[bytes], console:
 
     await_saves(job, submission, console)
     restore_service = service.connect(job.directory)
-    victim = restore_service.status().replicas[-1]
+    victim = restore_service.status(_JOB_SECS).replicas[-1]
     assert victim.found is not None
     os.kill(victim.found.pid, signal.SIGKILL)
     started = time.perf_counter()
@@ -256,7 +256,7 @@ def kill_a_restore_actor(job: Job, submission: subprocess.Popen[bytes], console:
     )
     console.print("  waiting until Ray has restarted it and it has read the newest step")
     restore_service.wait_ready(demonstration.committed(job.directory)[-1], _JOB_SECS)
-    back = restore_service.status().replicas[-1]
+    back = restore_service.status(_JOB_SECS).replicas[-1]
     assert back.found is not None
     console.print(
         f"  it is back as pid {back.found.pid} with step {back.step} after "
