@@ -4,12 +4,15 @@
 usage: kafka_trainee.py DIRECTORY TASK, a JSON object: topic, config, chunk_bytes, save_every, steps
 
 It restores the newest state, checks it, and trains. Each line of its output is JSON: what was
-restored, the steps that were appended, and those that were acknowledged.
+restored, the steps that were appended, and those that were acknowledged. With ``stop_at``, it sends
+itself a SIGSTOP once that step is acknowledged and nothing is in flight.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -95,7 +98,11 @@ def main(directory: str, task: dict[str, Any]) -> None:
                 tell(appended=run.step)
                 if number % 3 == 2:
                     recovery = manager.wait_appended()
-                    tell(acknowledged=recovery if isinstance(recovery, int) else recovery.step)
+                    step = recovery if isinstance(recovery, int) else recovery.step
+                    tell(acknowledged=step)
+                    if step >= task.get("stop_at", task["steps"]):
+                        task["stop_at"] = task["steps"]
+                        os.kill(os.getpid(), signal.SIGSTOP)
         except DeltackptError as error:
             tell(error=error.code, text=str(error))
             raise

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds processes of deltackpt that run on this machine."""
+"""Finds and kills processes of deltackpt that run on this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import time
 from pathlib import Path
 
 
@@ -18,3 +20,14 @@ def uploaders(node: Path) -> list[int]:
                 if b"deltackpt.tiers.replicator" in words and os.fsencode(node) in words:
                     found.append(int(entry.name))
     return found
+
+
+def kill_uploaders(node: Path) -> int:
+    """Kills the uploaders of a staging directory and waits for their ends; returns their number."""
+    found = uploaders(node)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    while {*found} & {*uploaders(node)}:
+        time.sleep(0.01)
+    return len(found)

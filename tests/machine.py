@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import socket
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from running.ports import free_port
+
+__all__ = ["free_port", "open_files", "required"]
 
 
 def required(there: bool, reason: str) -> None:
@@ -19,15 +23,6 @@ def required(there: bool, reason: str) -> None:
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason}, and CI=true")
     pytest.skip(reason)
-
-
-def free_port() -> int:
-    """A free loopback port below the range that the system assigns to other sockets."""
-    draw = random.SystemRandom()  # Test workers may share the default generator's seed.
-    while True:
-        port = draw.randrange(20000, 30000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def open_files(folder: Path) -> list[str]:

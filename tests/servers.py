@@ -26,7 +26,7 @@ from machine import free_port, required
 HERE = Path(__file__).resolve().parent.parent
 #: The output directory of `make servers`.
 _BUILT = HERE / "build" / "servers" / "bin"
-_START_SECS = 30
+_START_SECS = 120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _shows(certificate: Certificate | None, shown: str, key: str) -> list[str]:
 
 def _ask(asked: urllib.request.Request, certificate: Certificate | None) -> None:
     trusted = certificate and ssl.create_default_context(cafile=certificate.authority)
-    urllib.request.urlopen(asked, timeout=30, context=trusted).close()
+    urllib.request.urlopen(asked, timeout=120, context=trusted).close()
 
 
 @contextlib.contextmanager

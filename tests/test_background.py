@@ -191,7 +191,7 @@ def test_a_wake_up_before_the_wait_is_not_lost():
     trainer.wake()
     started = time.monotonic()
     trainer.wait(seen, 60.0)
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 30.0
 
 
 class Untidy(Cursor):

@@ -27,7 +27,7 @@ from deltackpt.storage.store import Exists, Missing, Store, StorePath, Unanswere
 
 #: Deadlines of calls that should time out, by scheme, and of those that should not. Azurite, a
 #: single Node.js thread, takes several seconds for some requests on a busy machine.
-SHORT_SECS = {"s3": 2.0, "gs": 2.0, "az": 10.0}
+SHORT_SECS = {"s3": 4.0, "gs": 4.0, "az": 10.0}
 LONG_SECS = 60.0
 
 

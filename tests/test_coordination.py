@@ -14,6 +14,7 @@ import pytest
 from job import MemoryService, coordinators
 from many import wait_until
 
+from deltackpt import coordination
 from deltackpt.coordination import Coordinator
 from deltackpt.errors import (
     BrokenChain,
@@ -31,7 +32,8 @@ from deltackpt.session.restore_choice import RestoreChoice, RestoreChooser
 
 #: Far longer than any test.
 LONG_SECS = 60.0
-SHORT_SECS = 0.4
+#: Longer than a busy machine delays a thread.
+SHORT_SECS = 2.0
 
 
 class Job:
@@ -135,12 +137,11 @@ def test_a_silent_process_is_named_on_all_others_within_the_timeout(missing):
     job = Job(3, SHORT_SECS)
     assert each(gathering(job.all)) == [[0, 1, 2]] * 3
     others = [one for one in job.all if one.index != missing]
-    started = time.monotonic()
     errors = each(gathering(others))
-    assert time.monotonic() - started < 2 * SHORT_SECS
     assert [type(error) for error in errors] == [ProcessMissing] * 2
     assert {error.processes for error in errors} == {(missing,)}
-    assert all(f"expected process {missing} to arrive" in str(error) for error in errors)
+    expected = f"expected process {missing} to arrive, or to show that it is alive, within 2 s"
+    assert all(expected in str(error) for error in errors)
     # It gets an error too when it arrives.
     job.all[missing].timeout_secs = 0.1
     with pytest.raises(ProcessMissing):
@@ -162,19 +163,20 @@ def test_a_process_that_works_is_waited_for():
 
     def work(one: Coordinator) -> str:
         with one.together("working"):
-            time.sleep(3 * SHORT_SECS if one.index == 1 else 0)
+            time.sleep(2 * SHORT_SECS if one.index == 1 else 0)
         return "done"
 
     assert each([lambda one=one: work(one) for one in job.all]) == ["done"] * 3
 
 
-def test_a_process_that_works_but_never_arrives_is_missing_in_the_end():
-    job = Job(2, 0.1)
+def test_a_process_that_works_but_never_arrives_is_missing_in_the_end(monkeypatch):
+    monkeypatch.setattr(coordination, "_MOST_TIMEOUTS", 2)
+    job = Job(2, SHORT_SECS)
     first, second = job.all
     started = time.monotonic()
-    with second.alive(), pytest.raises(ProcessMissing, match=r"to arrive within 1 s"):
+    with second.alive(), pytest.raises(ProcessMissing, match=r"to arrive within 4 s"):
         first.gather("asking", 0)
-    assert time.monotonic() - started > 0.9
+    assert time.monotonic() - started >= 2 * SHORT_SECS
     # Once nothing is done, no thread stays.
     wait_until(lambda: "deltackpt-alive" not in [t.name for t in threading.enumerate()], "it ends")
 

@@ -354,7 +354,7 @@ def faulty(server: NodeServer) -> Iterator[tuple[proxy.Proxy, Node]]:
     behind = servers.Server("nodes", f"http://{server.address}", {}, lambda name: None, None)
     with proxy.before(behind) as found:
         address = urllib.parse.urlsplit(found.endpoint).netloc
-        with client(address, deadline_secs=1.0) as node:
+        with client(address, deadline_secs=2.0) as node:
             yield found, node
 
 

@@ -297,7 +297,9 @@ def test_headers_sent_byte_by_byte_block_no_client(server, node):
         slow = [crowd.enter_context(connected(server)) for _ in range(100)]
         for letter in whole[:40]:
             for connection in slow:
-                connection.sendall(bytes([letter]))
+                # On a slow machine, the server drops some of them.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.sendall(bytes([letter]))
         with client(server) as fresh:
             assert fresh.get("secret")
 

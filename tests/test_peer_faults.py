@@ -148,7 +148,7 @@ def test_a_peer_agent_that_restarts_in_a_later_run(node, cluster, monkeypatch):
 def test_a_save_that_cannot_be_uploaded_must_reach_the_peers(node, cluster, alone):
     cluster = cluster(2)
     one = node()
-    limits = Timeouts(save_secs=3.0, close_secs=0.5)
+    limits = Timeouts(save_secs=3.0, close_secs=5.0)
     with contextlib.suppress(WaitTimeout), one.manager(timeouts=limits) as manager:
         one.save(manager, 0)
         eventually(lambda: 0 in staged(manager).local.saves(), "it is in the stage")

@@ -32,7 +32,7 @@ from deltackpt.testing import StoredChunk, stored_chunks
 PLACE = {"mesh": [2, 2]}
 TURNED = {"mesh": [4, 1], "layout": "turned"}
 #: Deadline of a save with a missing process; longer than the skew on a busy machine.
-PEERS_SECS = 2.0
+PEERS_SECS = 4.0
 #: Far longer than any wait that ends by itself.
 HANG_SECS = 60.0
 

@@ -206,5 +206,5 @@ def test_an_orbax_item_that_one_process_cannot_read_stops_the_other_in_time(
         job.all("start", place=PLACE)
         job.all("save")
         job.all("wait")
-        job.all("limit", processes_secs=4.0)
+        job.all("limit", processes_secs=10.0)
         assert_told_by_the_other(job, process, f"reading {what}", step=0)

@@ -927,8 +927,11 @@ def test_clients_that_are_silent_or_leave_cost_no_thread_and_no_output(monkeypat
         wait_until(lambda: threading.active_count() <= before + 1)
         assert not caplog.records
         broken = True
+        monkeypatch.setattr(status_module, "_CLIENT_SECS", HANG_SECS)
+        patient = status_module.StatusServer(status, "127.0.0.1", 0)
+        stack.enter_context(contextlib.closing(patient))
         with pytest.raises(http.client.RemoteDisconnected):
-            page(server.url + "status.json")
+            page(patient.url + "status.json")
         wait_until(lambda: caplog.records)
         assert "a fault of the follower" in caplog.text
     assert capfd.readouterr() == ("", "")

@@ -48,7 +48,7 @@ HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 ROWS = 500
 _numbers = itertools.count()
 #: How long a test waits for a process; never asserted on.
-_PATIENCE_SECS = 60
+_PATIENCE_SECS = 120
 
 
 class Kept(list[events.Event]):
@@ -373,7 +373,7 @@ def test_the_default_staging_directory_is_in_the_users_cache(one, tmp_path, monk
 def test_waiting_for_the_root_times_out_in_an_outage_and_loses_nothing(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
     one.run(0)
-    manager = one.manager(timeouts=Timeouts(close_secs=1.0, store_secs=1.0))
+    manager = one.manager(timeouts=Timeouts(close_secs=1.0, store_secs=5.0))
     one.restore(manager)
     breakable.end()
     one.save(manager, 1)
@@ -390,7 +390,7 @@ def test_waiting_for_the_root_times_out_in_an_outage_and_loses_nothing(breakable
 def test_a_full_staging_directory_makes_the_next_save_wait(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
     base = ROWS * 4 * 4
-    limits = Timeouts(close_secs=30.0, store_secs=1.0, save_secs=1.0)
+    limits = Timeouts(close_secs=120.0, store_secs=5.0, save_secs=1.0)
     with one.manager(timeouts=limits, wait_for="staging", max_staging_bytes=2 * base) as manager:
         breakable.end()
         one.save(manager, 0)
@@ -428,7 +428,7 @@ def test_the_staging_limit_counts_the_shards_of_all_processes(node):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_closing_ends_the_wait_for_space(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
-    limits = Timeouts(close_secs=1.0, store_secs=1.0)
+    limits = Timeouts(close_secs=1.0, store_secs=5.0)
     manager = one.manager(timeouts=limits, wait_for="staging", max_staging_bytes=100)
     breakable.end()
     with contextlib.suppress(WaitTimeout):
@@ -706,7 +706,7 @@ def test_a_deletion_is_awaited_if_the_upload_of_the_step_may_still_be_committing
 
 def test_the_deletion_of_a_step_that_was_never_uploaded_ends_in_an_outage(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
-    with one.manager(timeouts=Timeouts(store_secs=1.0), wait_for="staging") as manager:
+    with one.manager(timeouts=Timeouts(store_secs=5.0), wait_for="staging") as manager:
         one.saves(manager, 0)
         eventually(lambda: one.root() == [0], "the first save came to the root")
         breakable.end()
@@ -844,7 +844,7 @@ def test_a_root_of_another_item_is_refused_and_its_trainer_keeps_it(one, other):
 
 def test_credentials_are_never_written_or_reported(one, monkeypatch):
     secret = "sEcReT-of-the-test-0123456789"
-    one.run(0, timeouts=Timeouts(close_secs=60, store_secs=2))
+    one.run(0, timeouts=Timeouts(close_secs=60, store_secs=10))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     with pytest.raises(StorageError) as refused:
         one.manager()

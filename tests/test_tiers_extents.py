@@ -135,7 +135,7 @@ def test_full_extents_drop_uploaded_saves_first(one):
 
 
 def test_full_extents_wait_for_uploads_until_the_manager_is_closed(one, alone):
-    manager = one.manager(extents=one.of_size(12), timeouts=Timeouts(close_secs=1.0))
+    manager = one.manager(extents=one.of_size(12), timeouts=Timeouts(close_secs=10.0))
     one.saves(manager, *range(12))
     one.save(manager, 12)
     with pytest.raises(WaitTimeout):

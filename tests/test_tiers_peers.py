@@ -301,7 +301,7 @@ def test_a_restarted_peer_agent_is_refilled(node, cluster):
 def test_if_no_peer_answers_the_wait_raises_and_loses_nothing(node, cluster, monkeypatch):
     cluster = cluster(2)
     one = node()
-    manager = one.manager(timeouts=Timeouts(close_secs=3.0))
+    manager = one.manager(timeouts=Timeouts(close_secs=10.0))
     without_uploader(monkeypatch, manager)
     with root_out_of_reach(one):
         cluster.lose("node1")

@@ -15,7 +15,7 @@ from pathlib import Path
 import many_wal_worker
 import pytest
 import servers
-from left_running import uploaders
+from left_running import kill_uploaders, uploaders
 from many import Job, Server, wait_until
 from many_worker import Model
 
@@ -197,9 +197,7 @@ class Nodes:
             self.kill_uploader(number)
 
     def kill_uploader(self, number: int) -> None:
-        for pid in uploaders(self.stage(number)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_uploaders(self.stage(number))
 
     def stop_uploader(self, number: int, how: int = signal.SIGSTOP) -> None:
         for pid in uploaders(self.stage(number)):
@@ -370,7 +368,7 @@ def test_staging_directories_that_some_processes_cannot_see_are_refused(server, 
         for number, process in enumerate(job.processes):
             stage = str(tmp_path / f"node{number}")
             tiers = {"staging_dir": stage, "endpoint": bucket.endpoint}
-            process.ask("open", root=url, tiers=tiers, processes_secs=5.0)
+            process.ask("open", root=url, tiers=tiers)
         first, second = job.answers()
         assert second["error"]["type"] == "OptionError"
         assert "expected the directory that process 0 opened" in second["error"]["text"]

@@ -287,10 +287,12 @@ def test_process_0_removes_the_keys_of_an_ended_epoch():
 def test_progress_through_a_service_that_does_not_answer_is_the_last_known():
     service, stopped = MemoryService(), threading.Event()
     head = cast(EpochHeader, SimpleNamespace(run="run", epoch=0))
-    one, other = (CoordinatorProgress(each, head) for each in coordinators(service, 2, 0.2))
+    first, second = coordinators(service, 2, 60.0)
+    one, other = CoordinatorProgress(first, head), CoordinatorProgress(second, head)
     other.record([SaveId("run", 70, 7)])
     one.record([SaveId("run", 90, 9)])
     assert min(one.of_each(fresh=True)) == 7
+    first.timeout_secs = 0.2
 
     def wait(_: str) -> list[tuple[str, bytes]]:
         stopped.wait(60)

@@ -32,7 +32,7 @@ from brokers import PASSWORD, USER, KafkaCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka_trainee import CHUNK_BYTES, Trainee
-from left_running import uploaders
+from left_running import kill_uploaders
 from many import Job, Server, wait_until
 from servers import Certificate
 
@@ -167,11 +167,6 @@ def test_dense_leaves_of_each_kind_return(cluster, topic, tmp_path, dense):
     run.assert_resumes(5)
 
 
-def end_uploaders(staging_dir: Path) -> None:
-    for process in uploaders(staging_dir):
-        os.kill(process, signal.SIGKILL)
-
-
 @pytest.mark.parametrize("where", ["kafka", "directory"])
 def test_processes_with_their_own_staging_directories_share_a_wal(cluster, tmp_path, where):
     """Of the staging directories, one is lost; the next job has another number of processes."""
@@ -218,7 +213,7 @@ def test_processes_with_their_own_staging_directories_share_a_wal(cluster, tmp_p
                 for process in job.processes:
                     process.kill()
             for number in range(2):
-                end_uploaders(tmp_path / f"node{number}" / f"process-{number}")
+                kill_uploaders(tmp_path / f"node{number}" / f"process-{number}")
             shutil.rmtree(tmp_path / "node0")
             with Job(server, tmp_path / "jobs", processes=4, devices=1) as job:
                 opened(job, url, bucket.endpoint)
@@ -232,7 +227,7 @@ def test_processes_with_their_own_staging_directories_share_a_wal(cluster, tmp_p
         finally:
             server.close()
             for number in range(4):
-                end_uploaders(tmp_path / f"node{number}" / f"process-{number}")
+                kill_uploaders(tmp_path / f"node{number}" / f"process-{number}")
 
 
 def test_trimming_deletes_the_records_that_no_restore_needs(run):
@@ -277,7 +272,7 @@ def test_a_broker_that_is_killed_and_restarted_loses_no_record(cluster, run):
 def test_an_outage_beyond_the_deadline_is_reported_and_the_next_record_has_its_rows(
     cluster, topic, tmp_path
 ):
-    run, [broker] = KafkaRun(tmp_path, topic, cluster.config, deadline_secs=2.0), cluster.brokers
+    run, [broker] = KafkaRun(tmp_path, topic, cluster.config, deadline_secs=10.0), cluster.brokers
     with run.open() as manager:
         run.start(3)
         broker.kill()
@@ -315,9 +310,10 @@ def test_a_producer_killed_in_an_append_loses_no_acknowledged_record(run, traine
         states.assert_same(found.state, kafka_trainee.state_at(found.step))
 
 
-def test_records_that_a_fenced_zombie_writes_are_void(run, trainee):
-    trainee.read_until("acknowledged", 4)
-    trainee.process.send_signal(signal.SIGSTOP)
+def test_records_that_a_fenced_zombie_writes_are_void(run, request):
+    trainee = Trainee(run.root, run.topic, run.config, stop_at=4)
+    request.addfinalizer(trainee.kill)
+    os.waitpid(trainee.process.pid, os.WUNTRACED)
     with run.open() as manager:
         found = manager.restore_latest(run.state)
         assert found is not None
@@ -344,7 +340,7 @@ def test_records_that_a_fenced_zombie_writes_are_void(run, trainee):
 def test_records_that_retention_removed_are_named_and_the_newest_step_is_restored(cluster, run):
     run.started(4)
     cluster.alter(run.topic, retention_ms="1")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while (offsets := run.offsets).start < offsets.stop:
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -374,8 +370,11 @@ def recreate_topic(cluster: KafkaCluster, topic: str) -> None:
     from confluent_kafka.admin import AdminClient
 
     admin = AdminClient(cluster.config)
-    admin.delete_topics([topic])[topic].result(30)
-    time.sleep(1)
+    admin.delete_topics([topic])[topic].result(60)
+    deadline = time.monotonic() + 60
+    while topic in admin.list_topics(timeout=60).topics:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     cluster.topic(topic, 2)
 
 
@@ -451,8 +450,12 @@ def test_a_recovery_point_is_read_after_its_checkpoints_object_is_gone(cluster, 
 
 def librdkafka_threads() -> set[str]:
     """The threads of all connections of this process."""
-    names = {path.parent.name: path.read_text() for path in Path("/proc/self/task").glob("*/comm")}
-    return {thread for thread, name in names.items() if name.startswith("rdk:")}
+    found = set()
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # It has ended.
+            if Path(f"/proc/self/task/{thread}/comm").read_text().startswith("rdk:"):
+                found.add(thread)
+    return found
 
 
 def test_verify_plan_inspect_and_exports_close_their_connections(cluster, run, tmp_path):
@@ -670,7 +673,7 @@ def secure(tmp_path_factory) -> Iterator[KafkaCluster]:
 
 def assert_refused(folder: Path, config: Any, match: str, secret: str) -> None:
     with pytest.raises(StorageError, match=match) as caught:
-        KafkaRun(folder, "secret", config, deadline_secs=30).open()
+        KafkaRun(folder, "secret", config, deadline_secs=60).open()
     assert secret not in f"{caught.value!r}{caught.value}"
 
 
@@ -702,7 +705,7 @@ def test_oauth_tokens_are_renewed_while_records_are_written(secure, tmp_path):
     given = []
 
     def callback(_: str) -> tuple[str, float]:
-        given.append(token(3.0))
+        given.append(token(5.0))
         return given[-1]
 
     run = KafkaRun(tmp_path, secure.topic("oauth"), oauth(secure, callback))
@@ -783,12 +786,12 @@ def test_the_command_follow_serves_the_records(secure, settings_file, tmp_path):
                 run.log()
         finally:
             process.terminate()
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
             process.stdout.close()
 
 
 def page(url: str) -> str:
-    with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=60) as answer:
         return answer.read().decode()
 
 
@@ -839,7 +842,7 @@ def test_secrets_are_in_no_file_log_event_or_error(secure, tmp_path, caplog):
 @pytest.mark.filterwarnings("ignore:append of step")
 def test_one_of_three_brokers_may_be_down_and_two_may_not(tmp_path):
     with KafkaCluster(tmp_path, 3) as three:
-        run = KafkaRun(tmp_path, three.topic("three"), three.config, deadline_secs=30.0)
+        run = KafkaRun(tmp_path, three.topic("three"), three.config, deadline_secs=240.0)
         with run.open() as manager:
             run.start(2)
             three.brokers[0].kill()

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from running import demonstration, journal
 from running.digest import digest
+from running.ports import free_port
 from running.progress import Progress
 
 import deltackpt
@@ -216,13 +216,6 @@ def run(options: argparse.Namespace) -> int:
         f"(done in {time.perf_counter() - started:.0f} s)",
     )
     return 0 if equal and close else 1
-
-
-def free_port() -> int:
-    """Returns a free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def kill_in_a_save(victims: Run, console: Console) -> None:

@@ -32,9 +32,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from running import demonstration, journal
+from running.ports import free_ports
 from running.progress import Progress
-
-from dlrm_jax import demo_multi
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _RAY = str(Path(sys.executable).with_name("ray"))
@@ -42,7 +41,7 @@ _STEPS, _SAVE_EVERY = 160, 10
 _WORKERS, _DEVICES, _SHARDS = 2, 2, 2
 #: Number of committed steps after a start or restart before the next kill.
 _COMMITTED_FIRST = 2
-_JOB_SECS, _POLL_SECS = 300, 0.1
+_JOB_SECS, _POLL_SECS = 900, 0.1
 _PR_SET_PDEATHSIG = 1
 _ARGUMENTS = (
     *(f"--steps={_STEPS}", f"--save-every={_SAVE_EVERY}", f"--print-every={_SAVE_EVERY}"),
@@ -70,14 +69,12 @@ class Node:
     def __init__(self, place: Path):
         """Chooses ports; starts nothing yet."""
         self._place = place
-        self._ports = {
-            name: demo_multi.free_port()
-            for name in (
-                *("port", "dashboard-port", "dashboard-agent-listen-port"),
-                *("dashboard-agent-grpc-port", "runtime-env-agent-port"),
-                *("metrics-export-port", "ray-client-server-port"),
-            )
-        }
+        names = [
+            *("port", "dashboard-port", "dashboard-agent-listen-port"),
+            *("dashboard-agent-grpc-port", "runtime-env-agent-port"),
+            *("metrics-export-port", "ray-client-server-port"),
+        ]
+        self._ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.address = f"127.0.0.1:{self._ports['port']}"
         self.dashboard = f"http://127.0.0.1:{self._ports['dashboard-port']}"
 
@@ -249,7 +246,7 @@ def kill_a_restore_actor(job: Job, submission: subprocess.Popen[bytes], console:
 
     await_saves(job, submission, console)
     restore_service = service.connect(job.directory)
-    victim = restore_service.status().replicas[-1]
+    victim = restore_service.status(_JOB_SECS).replicas[-1]
     assert victim.found is not None
     os.kill(victim.found.pid, signal.SIGKILL)
     started = time.perf_counter()
@@ -259,7 +256,7 @@ def kill_a_restore_actor(job: Job, submission: subprocess.Popen[bytes], console:
     )
     console.print("  waiting until Ray has restarted it and it has read the newest step")
     restore_service.wait_ready(demonstration.committed(job.directory)[-1], _JOB_SECS)
-    back = restore_service.status().replicas[-1]
+    back = restore_service.status(_JOB_SECS).replicas[-1]
     assert back.found is not None
     console.print(
         f"  it is back as pid {back.found.pid} with step {back.step} after "

@@ -190,9 +190,11 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def wait_for(condition: Any, process: subprocess.Popen[bytes]) -> None:
     """Waits; exits if the trainer ends before."""
+    is_over = False
     while not condition():
-        if process.poll() is not None:
+        if is_over:
             sys.exit("the trainer finished too early")
+        is_over = process.poll() is not None
         time.sleep(_POLL_SECS)
 
 

@@ -116,9 +116,11 @@ class Run:
 
 def wait_until(happened: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
     """Polls a condition while a process is running."""
+    is_over = False
     while not happened():
-        if process.poll() is not None:
+        if is_over:
             raise RuntimeError(f"the loop exited with status {process.returncode} before its kill")
+        is_over = process.poll() is not None
         time.sleep(_POLL_SECS)
 
 

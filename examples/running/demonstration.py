@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import subprocess
@@ -101,8 +102,9 @@ def save_in_progress(directory: Path) -> Path | None:
     for step_dir in directory.glob(f"*{UNFINISHED}*"):
         of_base = step_dir.glob("embeddings*/shard.*/*/*/c.*")
         of_delta = step_dir.glob("embeddings*/layer.*")
-        if any(path.is_file() for path in (*of_base, *of_delta)):
-            return step_dir
+        with contextlib.suppress(FileNotFoundError):  # It has just been committed.
+            if any(path.is_file() for path in (*of_base, *of_delta)):
+                return step_dir
     return None
 
 

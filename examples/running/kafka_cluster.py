@@ -25,6 +25,8 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
+from running.ports import free_ports
+
 _JARS = Path(__file__).resolve().parents[2] / "build" / "servers" / "kafka" / "libs"
 _START_SECS = 120
 USER, PASSWORD = "trainer", "pa55-of-the-trainer"
@@ -51,12 +53,6 @@ def missing() -> str | None:
     if shutil.which("java") is None:
         return "Kafka needs java"
     return None if any(_JARS.glob("kafka_*.jar")) else "Kafka is not installed: make servers"
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in found]
 
 
 @dataclasses.dataclass
@@ -107,7 +103,7 @@ class KafkaCluster:
             tokens.
         """
         self._certificate = certificate
-        ports = iter(_free_ports(3 * count))
+        ports = iter(free_ports(3 * count))
         self._plain = {one: next(ports) for one in range(1, count + 1)}
         controllers = {one: next(ports) for one in range(1, count + 1)}
         voters = ",".join(f"{one}@127.0.0.1:{port}" for one, port in controllers.items())
@@ -250,7 +246,7 @@ class KafkaCluster:
         }
         admin = AdminClient(self.plain_config)
         new = NewTopic(name, num_partitions=partitions, replication_factor=copies, config=suits)
-        admin.create_topics([new])[name].result(30)
+        admin.create_topics([new])[name].result(120)
         return name
 
     def alter(self, topic: str, **config: str) -> None:
@@ -263,4 +259,4 @@ class KafkaCluster:
         asked = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries)
         admin = AdminClient(self.plain_config)
         for done in admin.incremental_alter_configs([asked]).values():
-            done.result(30)
+            done.result(120)

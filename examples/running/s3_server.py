@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from running.ports import free_port
+
 _BUILT = Path(__file__).resolve().parents[2] / "build" / "servers" / "bin" / "versitygw"
 #: The kind and the outcome of a request in the server's log.
 _LINE = re.compile(r" s3_(\w+) .*? (\d{3}) ")
@@ -56,9 +58,7 @@ def running(folder: Path) -> Iterator[Server]:
     keys = {"AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demonstration"}
     os.environ |= {**keys, "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
     root = {"ROOT_ACCESS_KEY": "demo", "ROOT_SECRET_KEY": "demonstration"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [program, f"--port=127.0.0.1:{port}", "--keep-alive", f"--access-log={log}"]
     with open(folder / "server.log", "wb") as out:
         process = subprocess.Popen(

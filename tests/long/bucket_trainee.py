@@ -122,7 +122,8 @@ def train(
     with open(journal, "ab", 0) as told:
 
         def tell(what: str, **more: Any) -> None:
-            told.write(json.dumps({"what": what, "branch": branch, **more}).encode() + b"\n")
+            # After the torn line of another trainer that was killed, it is a line of its own.
+            told.write(f"\n{json.dumps({'what': what, 'branch': branch, **more})}\n".encode())
 
         wait_for = "remote" if draw.random() < 0.7 else "staging"
         with contextlib.ExitStack() as stack:

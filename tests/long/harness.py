@@ -30,7 +30,7 @@ from deltackpt.format import naming
 
 HERE = Path(__file__).resolve().parent
 #: A training process that sends no note for this long counts as hung.
-SILENCE_SECS = 120
+SILENCE_SECS = 600
 
 
 @dataclasses.dataclass
@@ -179,7 +179,8 @@ class Running:
         """Its status, notes and I/O calls, after it has ended."""
         assert self._status is not None
         calls = {}
-        for line in self._log.read_text().splitlines():
+        # A kill may tear the last line.
+        for line in self._log.read_text().split("\n")[:-1]:
             number, call, *path = line.split(" ", 2)
             calls[int(number)] = (call, path[0] if path else "")
         self._log.unlink()

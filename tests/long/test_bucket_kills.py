@@ -7,7 +7,6 @@ import collections
 import contextlib
 import json
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 import jax
 import pytest
 import servers
-from left_running import uploaders
+from left_running import kill_uploaders, uploaders
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -101,18 +100,10 @@ class Field:
         if self.empties() == self.emptied:
             return
         for node in self.nodes:
-            self.kill_uploaders(node)
+            kill_uploaders(node)
         bucket_trainee.empty(self.url, self.server.endpoint)
         self.emptied += 1
         self.hits["emptied root"] += 1
-
-    def kill_uploaders(self, node: Path) -> int:
-        """Kills the uploaders of a node."""
-        found = uploaders(node)
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return len(found)
 
     def reader(self) -> deltackpt.CheckpointManager:
         """Opens a reader of the remote directory without local tiers."""
@@ -151,7 +142,7 @@ def field(request, tmp_path, campaign) -> Iterator[Field]:
         found = Field(server, url, tmp_path, campaign.random("buckets", request.param))
         yield found
         for node in found.nodes:
-            found.kill_uploaders(node)
+            kill_uploaders(node)
 
 
 def test_every_acknowledged_save_is_remote_after_any_kill(field, campaign, figures):
@@ -189,7 +180,7 @@ def test_every_acknowledged_save_is_remote_after_any_kill(field, campaign, figur
                 _await_saves(field, trainer, draw.randrange(1, 12))
             time.sleep(draw.random() * 0.7)
             what = draw.choice(["trainer", "uploader", "both", "both"])
-            if what in ("uploader", "both") and field.kill_uploaders(node):
+            if what in ("uploader", "both") and kill_uploaders(node):
                 field.hits["uploader"] += 1
             if what == "uploader":
                 time.sleep(draw.random())
@@ -204,7 +195,7 @@ def test_every_acknowledged_save_is_remote_after_any_kill(field, campaign, figur
                         field.told()[-3:],
                     )
             if what == "both":
-                field.kill_uploaders(node)
+                kill_uploaders(node)
             field.put_stages_back()
             field.end_emptying()
             if beside is not None:

@@ -124,15 +124,21 @@ def _read(path: Path, over: threading.Event) -> int:
     read = 0
     while not over.is_set():
         for name in filter(str.isdecimal, os.listdir(path)):
-            with contextlib.suppress(FileNotFoundError):
-                place = (path / name).stat().st_ino
+            with contextlib.ExitStack() as stack:
+                try:
+                    # While it is open, no other directory gets its inode.
+                    place = os.open(path / name, os.O_RDONLY | os.O_DIRECTORY)
+                except FileNotFoundError:
+                    continue
+                stack.callback(os.close, place)
                 try:
                     found, error = _stored(path / name), None
                 except FileNotFoundError as caught:
                     found, error = set[str](), caught
-                if (path / name).stat().st_ino == place:
-                    assert error is None and len(found) == 1, (name, found, error)
-                    read += 1
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(place), os.stat(path / name)):
+                        assert error is None and len(found) == 1, (name, found, error)
+                        read += 1
     return read
 
 

@@ -93,7 +93,8 @@ def run(directory: Path, seed: int, secs: float, end: Callable[[subprocess.Popen
                 timer.start()
         errors = process.stderr.read()
         process.wait()
-        timer.join()
+        if timer.ident is not None:  # Otherwise the process failed before it was ready.
+            timer.join()
     assert process.returncode == -9 or "Input/output error" in errors, errors
     return notes
 

@@ -41,7 +41,9 @@ def test_kills_of_trainers_and_brokers_lose_no_acknowledged_record(tmp_path, cam
         for phase in order:
             count, returns = PHASES[phase]
             every = random_.choice((4, 15, 1000))
-            trainee = Trainee(tmp_path / "run", topic, cluster.config, save_every=every)
+            # Longer than brokers need to return on a slow machine.
+            task = {"save_every": every, "deadline_secs": 600.0}
+            trainee = Trainee(tmp_path / "run", topic, cluster.config, **task)
             try:
                 # It compares what it restores with an undisturbed run.
                 restored = trainee.read_until("restored")

@@ -12,7 +12,6 @@ import collections
 import contextlib
 import json
 import multiprocessing
-import os
 import secrets
 import shutil
 import signal
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from left_running import uploaders
+from left_running import kill_uploaders
 
 from deltackpt.testing import node_process
 
@@ -78,10 +77,8 @@ class Place:
         return found
 
     def kill_uploaders(self) -> None:
-        """Kills the uploaders of its staging directory by their ids."""
-        for pid in uploaders(self.stage):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kills the uploaders of its staging directory."""
+        kill_uploaders(self.stage)
 
 
 @pytest.fixture(scope="module")

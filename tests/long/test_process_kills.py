@@ -14,7 +14,7 @@ from test_processes import assert_misses, saved, step_numbers
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
 KILLS = 80
-PEERS_SECS = 4.0
+PEERS_SECS = 8.0
 #: Points that all processes reach, that process 0 reaches, and that the others reach.
 BOTH = ["before its shard", "during its shard", "before its manifest"]
 BOTH += ["before a force", "after a force"]

@@ -25,6 +25,7 @@ from deltackpt.service import jax_trainer
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.timeout(1200),
     *ray_nodes.IGNORED,
 ]
 
@@ -36,6 +37,7 @@ def cluster(monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", place)
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "240")
     sizes = {"object_store_memory": 100_000_000, "include_dashboard": False}
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **sizes})
     for _ in range(3):
@@ -76,7 +78,7 @@ def test_a_preempted_run_saves_in_time_and_resumes_on_other_nodes(cluster, tmp_p
             *(sys.executable, "-m", "ray.scripts.scripts", "drain-node"),
             *("--address", cluster.address, "--node-id", waiting["node"]),
             *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"),
-            *("--deadline-remaining-seconds", "15"),
+            *("--deadline-remaining-seconds", "60"),
         ],
         check=True,
     )

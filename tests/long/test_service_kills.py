@@ -27,11 +27,12 @@ pytest.importorskip("ray.cluster_utils", reason="needs deltackpt[ray]", exc_type
 import ray_nodes
 from ray_nodes import HANG_SECS, pids, remove_arrays, wait_until
 
+import deltackpt
 from deltackpt import service
 from deltackpt.service import ServiceOptions
 from deltackpt.testing.states import assert_same
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900), *ray_nodes.IGNORED]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), *ray_nodes.IGNORED]
 
 KILLS = {"actor": 60, "node": 20, "trainer": 20}
 #: How long a restore waits for the service.
@@ -96,8 +97,8 @@ def test_each_restore_equals_the_model_after_a_kill_at_any_moment(tmp_path, camp
         kind: collections.Counter() for kind in [*KILLS, "later"]
     }
 
-    def compared(kind: str) -> Any:
-        found = ray_nodes.newest(reader, draw.choice([whole, halves]))
+    def compared(kind: str, by: deltackpt.CheckpointManager) -> Any:
+        found = ray_nodes.newest(by, draw.choice([whole, halves]))
         assert_same(found.state, model.at(found.step))
         kept.append(found)
         for before in kept:
@@ -127,21 +128,21 @@ def test_each_restore_equals_the_model_after_a_kill_at_any_moment(tmp_path, camp
                 cluster.remove_node(draw.choice([*cluster.worker_nodes]), allow_graceful=False)
             else:
                 trainer.send_signal(signal.SIGKILL)
-            assert compared(victim).step >= before
+            assert compared(victim, reader).step >= before
             if victim == "node":
                 ray_nodes.add_node(cluster)
             elif victim == "trainer":
                 trainer.wait(HANG_SECS)
                 trainer = stack.enter_context(training(root))
             wait_until(lambda before=before: newest(root) > before, "the trainer goes on")
-            compared("later")
+            compared("later", reader)
         trainer.kill()
         trainer.wait(HANG_SECS)
         running.wait_ready(newest(root), HANG_SECS)
         remove_arrays(root)
-        found = compared("later")
+        found = compared("later", stack.enter_context(ray_nodes.reader(root)))
         assert ({*found.source}, found.step) == ({"service"}, newest(root))
-        assert len(pids(running.status())) == 4
+        assert len(pids(running.status(HANG_SECS))) == 4
         service.stop(root)
     told = ", ".join(f"{kind}: {dict(found)}" for kind, found in sources.items())
     record(f"{len(victims)} kills, {newest(root)} steps; restores after {told}")

@@ -37,7 +37,7 @@ LIVES, LIVES_OF_SEVERAL = 40, 10
 DOINGS = 8
 #: Model of the multi-process jobs: a step changes few blocks of its kernel.
 MODEL = many_worker.Model(kernel=[64, 256])
-_PROCESSES_SECS = 4.0
+_PROCESSES_SECS = 60.0
 _LONGEST_LIFE_SECS = 1.0
 #: How long the other processes continue after one dies.
 _LONGEST_WITHOUT_SECS = 0.3
@@ -54,13 +54,14 @@ def test_a_kill_anywhere_loses_no_acknowledged_record_and_alters_no_bit(
     lives = restores = of_points = inexact = 0
     root, offers, told = tmp_path / "root", Offers(), []
     outside = harness.Outside(tmp_path / "outside")
-    while phases.total() < kills:
+    # In a part, all kills may come before the first commit.
+    while phases.total() < kills or restores + offers.restored == 0:
         if lives % LIVES == 0:
             restores, of_points = restores + offers.restored, of_points + offers.of_points
             inexact += offers.inexact
             root, offers = tmp_path / f"root{lives}", Offers()
         lives += 1
-        assert lives < 5 * kills, f"most lives end by themselves: {phases}"
+        assert lives < 20 * kills, f"most lives end by themselves or restore nothing: {phases}"
         kill, since, after = draw_kill(random_, phases, calls, moments)
         task = {**wal_harness.draw_log_life(random_, (lives - 1) % LIVES + 1, DOINGS), **kill}
         outside.plant(random_, root)
