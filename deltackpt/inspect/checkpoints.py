@@ -440,11 +440,21 @@ class Checkpoints:
     def _at(self, step: int) -> StorePath:
         return self._root.at(step)
 
-    def _saves(self, step: int, plan: ReplayPlan | None = None) -> Saves:
+    def _saves(
+        self, step: int, plan: ReplayPlan | None = None, damaged: frozenset[int] = frozenset()
+    ) -> Saves:
+        """Opens a step, or a recovery point above it that ``damaged`` steps do not lead to."""
         path = self._at(step)
         with stored_saves.detect_removal(path, instead="open"), posix.typed_errors(path, "read"):
             chain = chains.read_chain(path, self.item)
-        return rows_of_saves.Saves(chain, self._row_indices, plan)
+        if plan is None:
+            return rows_of_saves.Saves(chain, self._row_indices)
+
+        def above_older(error: RestoreError) -> Saves:
+            again = recovery.plan_above_older(self._root, plan, damaged, error)
+            return self._saves(again.step.step, again, damaged | {step})
+
+        return rows_of_saves.Saves(chain, self._row_indices, plan, above_older)
 
     def _read(self, step: int) -> StoredSave:
         path = self._at(step)

@@ -14,6 +14,7 @@ import numpy as np
 
 from deltackpt import codecs
 from deltackpt.cached import cached_property
+from deltackpt.errors import RestoreError
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveId, TableEntry
 from deltackpt.format.row_blocks import Box, FieldSpec, Rows, Segment, Span, StoredRows, width
@@ -176,11 +177,17 @@ class Saves:
         saves: Sequence[StoredSave],
         row_indices: RowIndexCache | None = None,
         plan: ReplayPlan | None = None,
+        above_older: Callable[[RestoreError], Saves] | None = None,
     ):
-        """Takes a chain of ``chains.read_chain``, and a cache of row indices."""
+        """Takes a chain of ``chains.read_chain``, and a cache of row indices.
+
+        ``above_older`` opens the recovery point above an older step, or raises the error that shows
+        that the chain is damaged.
+        """
         self.chain = tuple(saves)
         self.row_indices = row_indices or RowIndexCache()
         self.plan = plan
+        self._above_older = above_older
         #: Orbax's items that were read, which remember what they have verified, and their versions.
         self._items: dict[StorePath, tuple[dict[str, Hashable], OrbaxValues]] = {}
         self._logged: dict[str, Mapping[str, np.ndarray]] = {}
@@ -228,7 +235,21 @@ class Saves:
             self.chain = tuple(saves)  # The chain that could be read.
             return rows
 
-        return read_whole(self.chain, read)
+        while True:
+            try:
+                return read_whole(self.chain, read)
+            except RestoreError as error:
+                if self._above_older is None:
+                    raise
+                other = self._above_older(error)
+                if not other.layout.has_rows_of(self.layout):
+                    raise
+                self.chain, self.plan, self._above_older = (
+                    other.chain,
+                    other.plan,
+                    other._above_older,
+                )
+                self._logged.clear()
 
     def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
         """Reads the wanted values of the dense leaves, and all files of their item."""
