@@ -314,16 +314,20 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 def test_a_follower_does_not_read_a_record_while_it_is_written(empty, reads, clock):
     log = empty.append(1)
-    begun, follower = log.files[0].stat().st_size, scan_of(log)
-    for written in range(1 << 20, 8 << 20, 1 << 20):
-        os.truncate(log.files[0], begun + written)  # The header is written last.
+    follower = scan_of(log)
+
+    def write_more() -> None:
+        with log.files[0].open("ab") as file:
+            file.write(bytes(1 << 20))  # The header is written last.
+
+    for _ in range(7):
+        write_more()
         follower.advance()
         assert [one.is_torn for one in follower.breaks] == [True] and follower.holes() == []
     assert sum(reads) < 1 << 20
     clock.secs = 1.0
     for _ in range(5):
-        written += 1 << 20
-        os.truncate(log.files[0], begun + written)
+        write_more()
         follower.advance()
         assert [one.is_torn for one in follower.breaks] == [True]
     assert 7 << 20 < sum(reads) < 9 << 20
