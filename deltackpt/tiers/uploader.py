@@ -26,6 +26,7 @@ from deltackpt.errors import (
     Damaged,
     DeltackptError,
     FencedError,
+    FormatTooNew,
     RestoreError,
     StepGone,
     StorageError,
@@ -206,8 +207,9 @@ class Uploader(Cursor):
         if not isinstance(error, (StorageError, RestoreError)):
             raise error
         self.report_failure(error)
-        if self.trainer.is_gone and isinstance(error, RestoreError):
-            # The staging directory or the journal is damaged: waiting does not fix that.
+        is_lasting = self.trainer.is_gone and isinstance(error, RestoreError)
+        if is_lasting or isinstance(error, FormatTooNew):
+            # Damage, or a trainer of a newer deltackpt, whose own uploader waits for this one.
             raise error
         return True
 
