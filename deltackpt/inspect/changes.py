@@ -366,7 +366,7 @@ def _wide(rows: np.ndarray) -> np.ndarray:
 
 def list_differences(found: Diff) -> Listing:
     """Returns a line for each table, with l2 norms of the rows' changes."""
-    quantiles = {0.5: "median change", 0.99: "99 %", 1.0: "largest"}
+    quantiles = {0.5: "median change", 0.99: "99 % quantile", 1.0: "largest"}
     lines: list[tuple[object, ...]] = []
     for name, changed in found.tables.items():
         norms = changed.quantiles((*quantiles,))
