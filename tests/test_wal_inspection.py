@@ -11,7 +11,9 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,6 +198,39 @@ def test_a_point_is_read_above_an_older_step_if_its_own_is_damaged(copy, written
     for name in expected:
         differs = np.asarray(written.states[0]["tables"][name]) != expected[name]
         assert diff[f"tables/{name}"].rows.tolist() == np.flatnonzero(differs.any(axis=1)).tolist()
+
+
+def test_threads_that_read_a_point_above_a_damaged_step_read_the_same(copy, written):
+    expected = {name: np.asarray(table) for name, table in written.states[9]["tables"].items()}
+    found = inspect.open(copy).at(9)
+    for chunk in stored_chunks(copy / "3"):
+        chunk.flip()
+    begin = threading.Barrier(8)
+
+    def read(number: int) -> dict[str, np.ndarray]:
+        begin.wait()
+        return {name: np.asarray(found.tables[f"tables/{name}"]) for name in expected}
+
+    with pytest.warns(UserWarning, match="step 3 is skipped") as warned:
+        with ThreadPoolExecutor(8) as pool:
+            results = [*pool.map(read, range(8))]
+    assert len(warned) == 1 and found.chain == (0,)
+    for rows in results:
+        for name in expected:
+            np.testing.assert_array_equal(rows[name], expected[name])
+
+
+def test_a_point_is_opened_above_an_older_step_if_its_own_cannot_be_read(copy, written):
+    found = inspect.open(copy)
+    assert found.at(9).reads == ("0", "3", str(found.at(9).point))
+    manifest = copy / "3" / "embeddings" / "manifest.0.msgpack"
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="step 3 is skipped"):
+        point = found.at(9)
+    assert point.reads == ("0", str(point.point)) and point.path == copy / "0"
+    point.check_exists()
+    for name, table in written.states[9]["tables"].items():
+        np.testing.assert_array_equal(point.tables[f"tables/{name}"], table)
 
 
 def test_a_point_without_an_intact_step_below_names_the_damage(copy):

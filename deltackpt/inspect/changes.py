@@ -305,7 +305,7 @@ def _candidates(
     # Rows are subtracted as float64.
     count = max(1, before.batch_rows * before.dtype.itemsize // 16)
     try:
-        held = _differing_rows(a, b, of_a, of_b)
+        held = _differing_rows(a.current, b.current, of_a, of_b)
     except RestoreError:
         held = None  # Reading rows finds an intact chain, if there is one.
     rows = range(len(before)) if held is None else held

@@ -136,7 +136,7 @@ class Step:
         Raises:
           TypeError: the step is in a bucket.
         """
-        return Path(self._store_path)
+        return Path(self._saves.current.target.step_dir)
 
     @property
     def step(self) -> int:
@@ -160,12 +160,12 @@ class Step:
         Raises:
           StepGone: the step was removed, or another save replaced it.
         """
-        stored_saves.check_exists(self._saves.target)
+        stored_saves.check_exists(self._saves.current.target)
 
     @property
     def chain(self) -> tuple[int, ...]:
         """Steps of the saves in its chain, base first."""
-        return tuple(save.info.save_id.step for save in self._saves.chain)
+        return tuple(save.info.save_id.step for save in self._saves.current.chain)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class Step:
         """
         saves = (
             f"{naming.COMPACTED}/{save.step_dir.name}" if save.compacted else save.step_dir.name
-            for save in self._saves.chain
+            for save in self._saves.current.chain
         )
         return (*saves, *([] if self.point is None else [str(self.point)]))
 

@@ -126,19 +126,18 @@ def plan_to(
 def plan_above_older(
     root: Steps, plan: ReplayPlan, damaged: Collection[int], error: RestoreError
 ) -> ReplayPlan:
-    """Returns another plan to a recovery point, after an error that shows that its step is damaged.
+    """Returns another plan to a recovery point, which starts at none of the ``damaged`` steps.
 
-    Raises the error if the WAL itself is damaged, or no other than the ``damaged`` steps leads to
-    the point.
+    Raises the error if it does not show damage of the plan's step, or no other plan exists.
     """
-    is_damage = error.another_step_may_do and not isinstance(error, (StepGone, StepNotFound))
-    if isinstance(error, DamagedWal) or not is_damage:
+    is_other = isinstance(error, (DamagedWal, StepGone, StepNotFound))
+    if is_other or not error.another_step_may_do:
         raise error
-    step, index = plan.step.step, WalReader(root.wal_location).read()
-    again = plan_to(index, root.restorable(), plan.point, {*damaged, step})
+    index = WalReader(root.wal_location).read()
+    again = plan_to(index, root.restorable(), plan.point, damaged)
     if again is None or again.point != plan.point:
         raise error
-    events.warn(f"step {step} is skipped, it is not intact: {error}")
+    events.warn(f"step {plan.step.step} is skipped, it is not intact: {error}")
     return again
 
 
