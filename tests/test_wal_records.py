@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import google_crc32c
 import msgpack
@@ -310,6 +312,37 @@ def clock(monkeypatch) -> SimpleNamespace:
     found = SimpleNamespace(secs=0.0)
     monkeypatch.setattr(wal_records, "time", SimpleNamespace(monotonic=lambda: found.secs))
     return found
+
+
+@pytest.mark.parametrize("number", [None, errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("kept", [0, 100])
+def test_a_record_behind_a_hole_is_found(kept, number, log, monkeypatch):
+    """Also on a file system that does not report holes."""
+    path = log.files[0]
+    data = path.read_bytes()
+    _, (second, _), (third, _) = bounds_of(data)
+    with path.open("r+b") as file:
+        file.truncate(second + kept)
+        file.seek(third + (1 << 24))
+        file.write(data[third:])
+    if number is not None:
+        refused = mock.Mock(side_effect=OSError(number, "injected"))
+        monkeypatch.setattr(os, "lseek", refused)
+    found = scan_of(log)
+    assert [(one.is_torn, one.step) for one in found.breaks] == [(False, 3)]
+    assert [one.step for one in found.holes()] == [3]
+
+
+def test_a_segment_that_cannot_be_opened_is_damage(log, monkeypatch):
+    real = os.open
+
+    def refuse(path: Any, *arguments: Any, **how: Any) -> int:
+        if str(path).endswith(".seg"):
+            raise PermissionError(errno.EACCES, "injected")
+        return real(path, *arguments, **how)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert [one.is_torn for one in scan_of(log).breaks] == [False]
 
 
 def test_a_follower_does_not_read_a_record_while_it_is_written(empty, reads, clock):

@@ -591,7 +591,8 @@ class _Window:
         at = self.segment
         if start >= self.length or not isinstance(at.store, FileStore):
             return start
-        return at.store.next_data(at.key, start) // PAGE_BYTES * PAGE_BYTES
+        with arrays.unreadable_is_damage(self.name, "a segment"):
+            return at.store.next_data(at.key, start) // PAGE_BYTES * PAGE_BYTES
 
     def bytes_at(self, start: int, nbytes: int | None = None) -> bytes:
         """Returns some bytes; by default to the end."""
