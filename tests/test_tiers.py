@@ -406,6 +406,18 @@ def test_an_uploader_ends_if_the_trainer_is_of_a_newer_version(one):
         uploader.Uploader(one.stage, adopts=True).run(trainer)
 
 
+def test_an_uploader_retries_if_only_the_remote_directory_is_of_a_newer_version(one):
+    """Otherwise, its trainer would start another uploader every two seconds."""
+    one.staged_run(0)
+    found = uploader.Uploader(one.stage)
+    with mock.patch.object(Journal, "resume", side_effect=FormatTooNew("version 2")):
+        with pytest.raises(FormatTooNew) as refused:
+            found.step()
+        assert found.is_retried(refused.value) and found.progress.code == "format-too-new"
+    found.run(cursor.Trainer(is_gone=True))
+    assert one.root() == [0]
+
+
 def test_a_trainer_reports_that_its_uploader_is_of_a_newer_version(one, monkeypatch):
     without_uploader(monkeypatch)
     with one.manager(wait_for="staging") as manager:

@@ -207,9 +207,11 @@ class Uploader(Cursor):
         if not isinstance(error, (StorageError, RestoreError)):
             raise error
         self.report_failure(error)
-        is_lasting = self.trainer.is_gone and isinstance(error, RestoreError)
-        if is_lasting or isinstance(error, FormatTooNew):
-            # Damage, or a trainer of a newer deltackpt, whose own uploader waits for this one.
+        if self.trainer.is_gone and isinstance(error, RestoreError):
+            # The staging directory or the journal is damaged: waiting does not fix that.
+            raise error
+        if isinstance(error, FormatTooNew) and self._is_changed():
+            # The orders of a newer deltackpt, whose own uploader waits for this one to end.
             raise error
         return True
 
