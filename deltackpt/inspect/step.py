@@ -121,6 +121,9 @@ class Step:
 
     ``step[name]`` returns a table, a slot (``<table>.slot.<name>``), or a dense leaf. The name is
     its key in ``step.tables`` or ``step.dense``, or the end of exactly one such key.
+
+    If the step below a recovery point is damaged, rows are read above an older step, with a
+    warning; ``path``, ``chain`` and ``reads`` are then those of the older step.
     """
 
     def __init__(self, saves: Saves, identity: DirIdentity | None):
