@@ -54,7 +54,7 @@ def instruction_set() -> str:
     return "" if _used is None else _used.path()
 
 
-def _plain(array: np.ndarray) -> bool:
+def _is_aligned(array: np.ndarray) -> bool:
     # numpy aligns complex numbers to half their size.
     address, _ = array.__array_interface__["data"]
     return array.flags.c_contiguous and not address % max(1, array.itemsize)
@@ -68,7 +68,7 @@ def _as_numpy(arrays: Sequence[object]) -> list[np.ndarray]:
 
 
 #: Using the buffer of a jax array takes half as long as ``np.asarray``; some dtypes have none.
-_LISTS: tuple[Callable[[Sequence[object]], Sequence[object]], ...] = (list, _as_numpy)
+_CONVERSIONS: tuple[Callable[[Sequence[object]], Sequence[object]], ...] = (list, _as_numpy)
 
 
 def gather(
@@ -86,11 +86,11 @@ def gather(
     """
     if not out.size:
         return
-    if _used is not None and _plain(out):
+    if _used is not None and _is_aligned(out):
         rows = np.ascontiguousarray(rows, np.int64)
-        for list_of in _LISTS:
+        for convert in _CONVERSIONS:
             with contextlib.suppress(BufferError):  # Not contiguous, or a dtype without buffers.
-                _used.gather(list_of(sources), out.itemsize, out[0].size, firsts, stops, rows, out)
+                _used.gather(convert(sources), out.itemsize, out[0].size, firsts, stops, rows, out)
                 return
     sources = _as_numpy(sources)
     starts = np.concatenate([[0], stops[:-1]])
@@ -142,9 +142,9 @@ def scan(stamps: Sequence[Sized], clock: int, first: int = 0) -> np.ndarray:
     if _used is not None:
         # Pages that are never written take no memory.
         found = np.empty(count, np.int64)
-        for list_of in _LISTS:
+        for convert in _CONVERSIONS:
             with contextlib.suppress(BufferError):  # Not contiguous, or a dtype without buffers.
-                found.resize(_used.scan(list_of(stamps), clock, first, found), refcheck=False)
+                found.resize(_used.scan(convert(stamps), clock, first, found), refcheck=False)
                 return found
     return (np.concatenate(_as_numpy(stamps)) > clock).nonzero()[0] + np.int64(first)
 
@@ -213,7 +213,7 @@ def decode_uniform(
 
 def widen_halves(patterns: np.ndarray, out: np.ndarray) -> None:
     """Converts float16 bits, (n, *trailing) uint16, to float32 in ``out``, of the same shape."""
-    if _used is None or not (_plain(patterns) and _plain(out)):
+    if _used is None or not (_is_aligned(patterns) and _is_aligned(out)):
         np.copyto(out, patterns.view(np.float16))
     else:
         _used.widen_halves(patterns, out)

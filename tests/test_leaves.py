@@ -489,6 +489,18 @@ def test_the_handlers_also_refuse_to_truncate_64_bits(wide):
         v0.DeltaHandler().restore(epath.Path(item), args=v0.DeltaRestore(asked))
 
 
+def test_a_state_may_be_nested_almost_as_deep_as_the_stack(tmp_path):
+    leaf = state = np.arange(3.0)
+    for number in range(700):
+        state = {"a": state} if number % 2 else [state]
+    with manager(tmp_path) as saver:
+        model.commit(saver, 1, with_tables({"deep": state}))
+        found = saver.restore(1).state["leaves"]["deep"]
+    for number in reversed(range(700)):
+        found = found["a" if number % 2 else 0]
+    np.testing.assert_array_equal(found, leaf)
+
+
 def test_a_number_that_the_template_cannot_hold_is_refused(tmp_path):
     numbers = {"count": 2**40, "share": 0.1, "flag": True}
     with manager(tmp_path) as saver:

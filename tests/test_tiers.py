@@ -27,6 +27,7 @@ from deltackpt.errors import (
     ClosedError,
     FencedError,
     ForeignDirectory,
+    FormatTooNew,
     OptionError,
     SaveFailed,
     StorageError,
@@ -34,13 +35,14 @@ from deltackpt.errors import (
     WaitTimeout,
 )
 from deltackpt.events import FailureEvent, UploadEvent
+from deltackpt.format import records
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.view import JournalView, entry_name
 from deltackpt.maintenance.verify import verify_root
 from deltackpt.options import ManagerOptions, Tiers, Timeouts
 from deltackpt.storage import buckets
-from deltackpt.tiers import replicator, uploader
+from deltackpt.tiers import cursor, replicator, uploader
 from deltackpt.tiers.replication import ReplicationClient
 from deltackpt.tiers.staging import Orders, StagingDir
 
@@ -160,6 +162,11 @@ class Node:
 
 def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
     return all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def newer_version() -> contextlib.AbstractContextManager[object]:
+    """Within, records are written in a format that is newer than this version of deltackpt."""
+    return mock.patch.object(records, "FORMAT_VERSION", records.FORMAT_VERSION + 1)
 
 
 def eventually(holds: Callable[[], bool], what: str) -> None:
@@ -385,6 +392,44 @@ def test_waiting_for_the_root_times_out_in_an_outage_and_loses_nothing(breakable
     breakable.start()
     # The uploader finishes although the manager is closed.
     eventually(lambda: one.root() == [0, 1], "the uploader continues")
+
+
+def test_an_uploader_ends_if_the_trainer_is_of_a_newer_version(one):
+    """The trainer's own uploader waits until it ends."""
+    one.staged_run(0)
+    orders = one.stage.orders()
+    assert orders is not None
+    with newer_version():
+        one.stage.order(orders)
+    trainer = cursor.Trainer()
+    with replicator.only_one(one.stage, trainer), pytest.raises(FormatTooNew, match="orders"):
+        uploader.Uploader(one.stage, adopts=True).run(trainer)
+
+
+def test_an_uploader_retries_if_only_the_remote_directory_is_of_a_newer_version(one):
+    """Otherwise, its trainer would start another uploader every two seconds."""
+    one.staged_run(0)
+    found = uploader.Uploader(one.stage)
+    with mock.patch.object(Journal, "resume", side_effect=FormatTooNew("version 2")):
+        with pytest.raises(FormatTooNew) as refused:
+            found.step()
+        assert found.is_retried(refused.value) and found.progress.code == "format-too-new"
+    found.run(cursor.Trainer(is_gone=True))
+    assert one.root() == [0]
+
+
+def test_a_trainer_reports_that_its_uploader_is_of_a_newer_version(one, monkeypatch):
+    without_uploader(monkeypatch)
+    with one.manager(wait_for="staging") as manager:
+        one.saves(manager, 0)
+    manager = one.manager(timeouts=Timeouts(close_secs=0.5))
+    with newer_version():
+        one.stage.report(one.stage.progress("another"))
+    with pytest.raises(WaitTimeout, match="uploader is newer .*version 2, .* newer deltackpt"):
+        manager.wait_until_finished()
+    with pytest.raises(WaitTimeout):
+        manager.close()
+    assert "format-too-new" in [event.code for event in one.events.of(FailureEvent)]
 
 
 def test_a_full_staging_directory_makes_the_next_save_wait(breakable, tmp_path):

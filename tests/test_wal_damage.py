@@ -27,6 +27,7 @@ from deltackpt.maintenance.verify import verify_root
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.reading.wal_locations import NAME
 from deltackpt.session.restore_choice import RestoreChooser
+from deltackpt.storage.store import FileStore
 from deltackpt.testing import Disk, DiskCall
 
 
@@ -173,6 +174,20 @@ def test_zeros_after_a_power_cut_are_not_damage(copy):
     last.write_bytes(intact[: (start + end) // 2] + bytes(300))
     found, _, _ = restore(copy.root)
     assert found.step < copy.newest and found.skipped == ()
+
+
+def test_a_hole_at_the_end_of_a_segment_is_not_read(copy, monkeypatch):
+    os.truncate(segments(copy.root)[-1], 1 << 40)
+    read, read_into = [], FileStore.read_into
+
+    def counted(store, key, start, buffers, **how):
+        read.append(sum(buffer.nbytes for buffer in buffers))
+        assert sum(read) < 1 << 30, "the hole is read"
+        read_into(store, key, start, buffers, **how)
+
+    monkeypatch.setattr(FileStore, "read_into", counted)
+    assert_newest_is_restored(copy)
+    assert verify_root(copy.root).intact
 
 
 def test_a_part_killed_before_its_first_record_is_not_damage(copy):

@@ -6,11 +6,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +29,7 @@ from test_collect_command import ended
 import deltackpt
 from deltackpt import RecoveryPoint, inspect
 from deltackpt.cli import terminal
-from deltackpt.errors import DamagedWal, RestoreError, StorageError
+from deltackpt.errors import Damaged, DamagedWal, RestoreError, StorageError
 from deltackpt.format import wal_format
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.wal_format import EpochHeader, RecordHead
@@ -37,7 +40,7 @@ from deltackpt.maintenance.garbage import Retention
 from deltackpt.maintenance.gc import collect, collectable
 from deltackpt.maintenance.verify import verify_root
 from deltackpt.resources.runtime import Runtime
-from deltackpt.testing import Disk, DiskCall, TrainingRun, states
+from deltackpt.testing import Disk, DiskCall, TrainingRun, states, stored_chunks
 from deltackpt.wal.segment_files import FilledRecord, SegmentWriter
 
 GOLDEN = Path(make_golden.__file__).parent / "log-v1"
@@ -172,6 +175,71 @@ def test_a_root_without_a_wal_has_no_epoch(saved):
     assert "epoch" not in run("ls", saved).stdout
     assert verify_root(saved).points == ()
     assert "WAL" not in by_subject(saved)
+
+
+@pytest.mark.parametrize("array", ["values", "rows.*"])
+def test_a_point_is_read_above_an_older_step_if_its_own_is_damaged(copy, written, array):
+    expected = {name: np.asarray(table) for name, table in written.states[9]["tables"].items()}
+    opened = inspect.open(copy).at(9)
+    for chunk in stored_chunks(copy / "3", array):
+        chunk.flip()
+    is_skipped = functools.partial(pytest.warns, UserWarning, match="step 3 is skipped")
+    with is_skipped(), reading(copy) as reader:
+        restored = reader.restore(9, model.initial())
+    for found in (opened, inspect.open(copy).at(9)):
+        with is_skipped():
+            rows = {name: np.asarray(found.tables[f"tables/{name}"]) for name in expected}
+        assert found.reads == ("0", str(found.point))
+        for name in expected:
+            np.testing.assert_array_equal(rows[name], expected[name])
+            np.testing.assert_array_equal(rows[name], restored.state["tables"][name])
+    with is_skipped():
+        diff = inspect.open(copy).diff(0, 9)
+    for name in expected:
+        differs = np.asarray(written.states[0]["tables"][name]) != expected[name]
+        assert diff[f"tables/{name}"].rows.tolist() == np.flatnonzero(differs.any(axis=1)).tolist()
+
+
+def test_threads_that_read_a_point_above_a_damaged_step_read_the_same(copy, written):
+    expected = {name: np.asarray(table) for name, table in written.states[9]["tables"].items()}
+    found = inspect.open(copy).at(9)
+    for chunk in stored_chunks(copy / "3"):
+        chunk.flip()
+    begin = threading.Barrier(8)
+
+    def read(number: int) -> dict[str, np.ndarray]:
+        begin.wait()
+        return {name: np.asarray(found.tables[f"tables/{name}"]) for name in expected}
+
+    with pytest.warns(UserWarning, match="step 3 is skipped") as warned:
+        with ThreadPoolExecutor(8) as pool:
+            results = [*pool.map(read, range(8))]
+    assert len(warned) == 1 and found.chain == (0,)
+    for rows in results:
+        for name in expected:
+            np.testing.assert_array_equal(rows[name], expected[name])
+
+
+def test_a_point_is_opened_above_an_older_step_if_its_own_cannot_be_read(copy, written):
+    found = inspect.open(copy)
+    assert found.at(9).reads == ("0", "3", str(found.at(9).point))
+    manifest = copy / "3" / "embeddings" / "manifest.0.msgpack"
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="step 3 is skipped"):
+        point = found.at(9)
+    assert point.reads == ("0", str(point.point)) and point.path == copy / "0"
+    point.check_exists()
+    for name, table in written.states[9]["tables"].items():
+        np.testing.assert_array_equal(point.tables[f"tables/{name}"], table)
+
+
+def test_a_point_without_an_intact_step_below_names_the_damage(copy):
+    for step in ("0", "3"):
+        for chunk in stored_chunks(copy / step):
+            chunk.flip()
+    found = inspect.open(copy).at(9).tables["tables/users"]
+    with pytest.warns(UserWarning, match="step 3 is skipped"), pytest.raises(Damaged, match="^0/"):
+        np.asarray(found)
 
 
 @pytest.mark.parametrize(("a", "b"), [(0, 9), (3, 5), (5, 9), (9, 3)])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import google_crc32c
 import msgpack
@@ -312,18 +314,53 @@ def clock(monkeypatch) -> SimpleNamespace:
     return found
 
 
+@pytest.mark.parametrize("number", [None, errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("kept", [0, 100])
+def test_a_record_behind_a_hole_is_found(kept, number, log, monkeypatch):
+    """Also on a file system that does not report holes."""
+    path = log.files[0]
+    data = path.read_bytes()
+    _, (second, _), (third, _) = bounds_of(data)
+    with path.open("r+b") as file:
+        file.truncate(second + kept)
+        file.seek(third + (1 << 24))
+        file.write(data[third:])
+    if number is not None:
+        refused = mock.Mock(side_effect=OSError(number, "injected"))
+        monkeypatch.setattr(os, "lseek", refused)
+    found = scan_of(log)
+    assert [(one.is_torn, one.step) for one in found.breaks] == [(False, 3)]
+    assert [one.step for one in found.holes()] == [3]
+
+
+def test_a_segment_that_cannot_be_opened_is_damage(log, monkeypatch):
+    real = os.open
+
+    def refuse(path: Any, *arguments: Any, **how: Any) -> int:
+        if str(path).endswith(".seg"):
+            raise PermissionError(errno.EACCES, "injected")
+        return real(path, *arguments, **how)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert [one.is_torn for one in scan_of(log).breaks] == [False]
+
+
 def test_a_follower_does_not_read_a_record_while_it_is_written(empty, reads, clock):
     log = empty.append(1)
-    begun, follower = log.files[0].stat().st_size, scan_of(log)
-    for written in range(1 << 20, 8 << 20, 1 << 20):
-        os.truncate(log.files[0], begun + written)  # The header is written last.
+    follower = scan_of(log)
+
+    def write_more() -> None:
+        with log.files[0].open("ab") as file:
+            file.write(bytes(1 << 20))  # The header is written last.
+
+    for _ in range(7):
+        write_more()
         follower.advance()
         assert [one.is_torn for one in follower.breaks] == [True] and follower.holes() == []
     assert sum(reads) < 1 << 20
     clock.secs = 1.0
     for _ in range(5):
-        written += 1 << 20
-        os.truncate(log.files[0], begun + written)
+        write_more()
         follower.advance()
         assert [one.is_torn for one in follower.breaks] == [True]
     assert 7 << 20 < sum(reads) < 9 << 20

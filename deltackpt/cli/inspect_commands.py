@@ -148,12 +148,12 @@ def _shown(step: Step, save: Save | None) -> Iterator[str | Listing]:
         yield f"appended {utc(step.point.unix_secs)} UTC"
     yield f"reads {' -> '.join(step.reads)}"
     if step.tables:
-        yield list_fields(step)._replace(title="")
+        yield list_fields(step)._replace(title="tables and slots")
     if save is not None and save.tables:
         yield list_figures(save)
     columns, lines, empty = list_dense(step.dense.values())
     if lines:
-        yield Listing(columns, lines)
+        yield Listing(columns, lines, "dense leaves")
     if empty:
         yield empty
     if step.dense_saved:

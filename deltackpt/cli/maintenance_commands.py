@@ -89,6 +89,9 @@ def verify(source: ReadSource, steps: tuple[int, ...]) -> Output:
     each other, row indices against their tables, and chains down to their bases. With STEP,
     only these steps and what they need are read. Trainers may be running. The exit code is 1 if
     anything is damaged.
+
+    A step counts as restorable if every save in its chain is intact. A restore may also succeed if
+    newer deltas replace all damaged rows.
     """
     from deltackpt.maintenance import verify as verification
 

@@ -259,10 +259,11 @@ def _cell(value: object) -> str:
 
 
 def _are_numbers(column: Sequence[object]) -> bool:
-    """Whether all values are numbers, or strings that start with one: sizes, times."""
+    """Whether all values are numbers, or strings that start with one: sizes, times; not sums."""
     values = [value for value in column if value is not None]
     return bool(values) and all(
-        isinstance(value, (int, float)) or str(value)[:1].isdigit() for value in values
+        isinstance(value, (int, float)) or (str(value)[:1].isdigit() and " + " not in str(value))
+        for value in values
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -592,19 +592,24 @@ def nest(found: Iterable[tuple[Sequence[_Key], object]]) -> dict[_Key, PyTree]:
     return root
 
 
-def _typed(node: object) -> PyTree:
-    """Turns a dict with key entries as keys into a list or a plain dict."""
-    if not isinstance(node, dict) or not all(_is_entry(key) for key in node):
-        return node
-    items = {key[1]: _typed(child) for key, child in node.items()}
-    if node and all(key[0] == "seq" for key in node):
+def _typed(root: dict[Any, PyTree]) -> PyTree:
+    """Turns nested dicts with key entries as keys into lists and plain dicts."""
+    # Without recursion, because Python's stack limits its depth.
+    nodes: list[dict[Any, PyTree]] = [root]
+    for node in nodes:
+        nodes += filter(_is_nested, node.values())
+    typed: dict[int, PyTree] = {}
+    for node in reversed(nodes):
+        items = {key[1]: typed.get(id(child), child) for key, child in node.items()}
+        is_list = node and all(key[0] == "seq" for key in node)
         # A hole is a part of the state that had no leaf, or was not requested.
-        return [items.get(i) for i in range(max(items) + 1)]
-    return items
+        typed[id(node)] = [items.get(i) for i in range(max(items) + 1)] if is_list else items
+    return typed[id(root)]
 
 
-def _is_entry(key: object) -> bool:
-    return isinstance(key, tuple) and len(key) == 2
+def _is_nested(node: object) -> bool:
+    """Returns whether a node is a dict of ``nest``, rather than a leaf."""
+    return isinstance(node, dict) and all(isinstance(key, tuple) and len(key) == 2 for key in node)
 
 
 def dense_at(dense: Mapping[str, object], key: tuple[str, ...]) -> Leaf:

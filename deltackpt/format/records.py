@@ -363,9 +363,9 @@ def _builder(kind: object) -> Callable[[object], Any]:
         makers = tuple(_builder(arg) for arg in args if arg is not Ellipsis)
         is_open = args[-1] is Ellipsis
         build = functools.partial(_all, makers[0]) if is_open else functools.partial(_each, makers)
-        if {*args} <= {args[0], Ellipsis} and args[0] in _PLAIN_KINDS:
+        if {*args} <= {args[0], Ellipsis} and args[0] in _SCALAR_TYPES:
             count = None if is_open else len(args)
-            return functools.partial(_plain, _PLAIN_KINDS[args[0]], count, build)
+            return functools.partial(_scalars, _SCALAR_TYPES[args[0]], count, build)
         return build
     if origin is dict and args[0] is str:
         return functools.partial(_by_name, _builder(args[1]))
@@ -440,10 +440,10 @@ def _each(makers: tuple[Callable[[object], object], ...], value: object) -> tupl
     return tuple([make(item) for make, item in zip(makers, items, strict=True)])
 
 
-def _plain(
+def _scalars(
     kinds: frozenset[type], count: int | None, otherwise: Callable[[object], object], value: object
 ) -> object:
-    """Checks a list of plain values, the most common kind; ``otherwise`` reports errors."""
+    """Checks a list of scalars, the most common kind; ``otherwise`` reports errors."""
     if type(value) is list and count in (None, len(value)) and kinds.issuperset(map(type, value)):
         if kinds is not _INT or min(value, default=0) >= 0:
             return tuple(value)
@@ -466,8 +466,8 @@ def _by_name(make: Callable[[object], object], value: object) -> dict[str, objec
 
 
 _INT = frozenset({int})
-#: The types of values that are accepted in a list of a plain type.
-_PLAIN_KINDS = {int: _INT, float: frozenset({float, int}), str: frozenset({str})}
+#: The types that are accepted in a list of scalars of a type.
+_SCALAR_TYPES = {int: _INT, float: frozenset({float, int}), str: frozenset({str})}
 _PLAIN: dict[object, Callable[[object], object]] = {
     int: _number,
     float: functools.partial(_of_type, (float, int), "a number"),

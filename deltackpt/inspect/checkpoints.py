@@ -440,11 +440,27 @@ class Checkpoints:
     def _at(self, step: int) -> StorePath:
         return self._root.at(step)
 
-    def _saves(self, step: int, plan: ReplayPlan | None = None) -> Saves:
+    def _saves(
+        self, step: int, plan: ReplayPlan | None = None, damaged: frozenset[int] = frozenset()
+    ) -> Saves:
+        """Opens a step, or a recovery point above it, or above an older step if it is damaged."""
         path = self._at(step)
-        with stored_saves.detect_removal(path, instead="open"), posix.typed_errors(path, "read"):
-            chain = chains.read_chain(path, self.item)
-        return rows_of_saves.Saves(chain, self._row_indices, plan)
+
+        def open_older(error: RestoreError) -> Saves:
+            assert plan is not None
+            tried = damaged | {step}
+            older = recovery.plan_above_older(self._root, plan, tried, error)
+            return self._saves(older.step.step, older, tried)
+
+        try:
+            removal = stored_saves.detect_removal(path, instead="open")
+            with removal, posix.typed_errors(path, "read"):
+                chain = chains.read_chain(path, self.item)
+        except RestoreError as error:
+            if plan is None:
+                raise
+            return open_older(error)
+        return rows_of_saves.Saves(chain, self._row_indices, plan, plan and open_older)
 
     def _read(self, step: int) -> StoredSave:
         path = self._at(step)

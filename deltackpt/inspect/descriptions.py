@@ -256,7 +256,10 @@ def _epoch(state: EpochState, unreached: Collection[RecoveryPoint]) -> WalEpoch:
     fork = None if head is None else head.continues
     logs = {} if view is None else view.processes
     ends = [
-        f"process {process}: {one.problem}" for process in logs for one in logs[process].log.breaks
+        f"process {process}: {one.problem.object_name}: expected {one.problem.expected}, "
+        f"found {one.problem.found}"
+        for process in logs
+        for one in logs[process].log.breaks
     ]
     return WalEpoch(
         number=state.number,

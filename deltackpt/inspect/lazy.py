@@ -14,6 +14,7 @@ import numpy as np
 
 from deltackpt import codecs
 from deltackpt.cached import cached_property
+from deltackpt.errors import RestoreError
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveId, TableEntry
 from deltackpt.format.row_blocks import Box, FieldSpec, Rows, Segment, Span, StoredRows, width
@@ -176,14 +177,27 @@ class Saves:
         saves: Sequence[StoredSave],
         row_indices: RowIndexCache | None = None,
         plan: ReplayPlan | None = None,
+        open_older: Callable[[RestoreError], Saves] | None = None,
     ):
-        """Takes a chain of ``chains.read_chain``, and a cache of row indices."""
+        """Takes a chain of ``chains.read_chain``, and a cache of row indices.
+
+        ``open_older`` opens the recovery point above an older step, or raises the error that shows
+        that the chain is damaged.
+        """
         self.chain = tuple(saves)
         self.row_indices = row_indices or RowIndexCache()
         self.plan = plan
+        self._open_older = open_older
+        self._older: Saves | None = None
+        self._opening = threading.Lock()
         #: Orbax's items that were read, which remember what they have verified, and their versions.
         self._items: dict[StorePath, tuple[dict[str, Hashable], OrbaxValues]] = {}
         self._logged: dict[str, Mapping[str, np.ndarray]] = {}
+
+    @property
+    def current(self) -> Saves:
+        """These saves, or those above an older step that are read because these are damaged."""
+        return self if self._older is None else self._older.current
 
     @property
     def name(self) -> str:
@@ -218,6 +232,8 @@ class Saves:
 
     def read(self, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]) -> np.ndarray:
         """Reads some disjoint spans of rows of one field of a table, end to end."""
+        if self._older is not None:
+            return self._older.read(table, spec, spans)
 
         def read(saves: Sequence[StoredSave]) -> np.ndarray:
             shape = sum(stop - start for start, stop in spans), *spec.trailing
@@ -228,7 +244,18 @@ class Saves:
             self.chain = tuple(saves)  # The chain that could be read.
             return rows
 
-        return read_whole(self.chain, read)
+        try:
+            return read_whole(self.chain, read)
+        except RestoreError as error:
+            if self._open_older is None:
+                raise
+            with self._opening:
+                if self._older is None:
+                    older = self._open_older(error)
+                    if not older.layout.has_rows_of(self.layout):
+                        raise
+                    self._older = older
+        return self._older.read(table, spec, spans)
 
     def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
         """Reads the wanted values of the dense leaves, and all files of their item."""

@@ -121,6 +121,9 @@ class Step:
 
     ``step[name]`` returns a table, a slot (``<table>.slot.<name>``), or a dense leaf. The name is
     its key in ``step.tables`` or ``step.dense``, or the end of exactly one such key.
+
+    If the step below a recovery point is damaged, rows are read above an older step, with a
+    warning; ``path``, ``chain`` and ``reads`` are then those of the older step.
     """
 
     def __init__(self, saves: Saves, identity: DirIdentity | None):
@@ -136,7 +139,7 @@ class Step:
         Raises:
           TypeError: the step is in a bucket.
         """
-        return Path(self._store_path)
+        return Path(self._saves.current.target.step_dir)
 
     @property
     def step(self) -> int:
@@ -160,12 +163,12 @@ class Step:
         Raises:
           StepGone: the step was removed, or another save replaced it.
         """
-        stored_saves.check_exists(self._saves.target)
+        stored_saves.check_exists(self._saves.current.target)
 
     @property
     def chain(self) -> tuple[int, ...]:
         """Steps of the saves in its chain, base first."""
-        return tuple(save.info.save_id.step for save in self._saves.chain)
+        return tuple(save.info.save_id.step for save in self._saves.current.chain)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -175,7 +178,7 @@ class Step:
         """
         saves = (
             f"{naming.COMPACTED}/{save.step_dir.name}" if save.compacted else save.step_dir.name
-            for save in self._saves.chain
+            for save in self._saves.current.chain
         )
         return (*saves, *([] if self.point is None else [str(self.point)]))
 

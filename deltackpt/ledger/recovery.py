@@ -8,10 +8,18 @@ damaged only if it differs from the records of its own save.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from deltackpt.errors import Damaged, DamagedWal, DeltackptError, StepNotFound
+from deltackpt import events
+from deltackpt.errors import (
+    Damaged,
+    DamagedWal,
+    DeltackptError,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+)
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.entries import COMMIT, prefix_step
@@ -99,13 +107,38 @@ def locate(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan
 
 
 def plan_to(
-    index: WalIndex, steps: Mapping[int, SaveId], requested: int | RecoveryPoint
+    index: WalIndex,
+    steps: Mapping[int, SaveId],
+    requested: int | RecoveryPoint,
+    damaged: Collection[int] = (),
 ) -> ReplayPlan | None:
-    """Returns how to replay to a recovery point or training step; None if no step leads there."""
+    """Returns how to replay to a recovery point or training step; None if no step leads there.
+
+    The replay does not start at ``damaged`` steps.
+    """
     at = requested.step if isinstance(requested, RecoveryPoint) else requested
     if not any(point.full and requested in (point, point.step) for point in index.points()):
         return None
-    return newest_plan(index, steps, at=at)
+    intact = {step: save_id for step, save_id in steps.items() if step not in damaged}
+    return newest_plan(index, intact, at=at)
+
+
+def plan_above_older(
+    root: Steps, plan: ReplayPlan, damaged: Collection[int], error: RestoreError
+) -> ReplayPlan:
+    """Returns another plan to a recovery point, which starts at none of the ``damaged`` steps.
+
+    Raises the error if it does not show damage of the plan's step, or no other plan exists.
+    """
+    is_other = isinstance(error, (DamagedWal, StepGone, StepNotFound))
+    if is_other or not error.another_step_may_do:
+        raise error
+    index = WalReader(root.wal_location).read()
+    again = plan_to(index, root.restorable(), plan.point, damaged)
+    if again is None or again.point != plan.point:
+        raise error
+    events.warn(f"step {plan.step.step} is skipped, it is not intact: {error}")
+    return again
 
 
 def nearest(number: int, steps: Iterable[int], points: Iterable[RecoveryPoint]) -> str:

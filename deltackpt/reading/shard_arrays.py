@@ -150,7 +150,10 @@ class LayerArrays:
 
     @cached_property
     def layer(self) -> LayerReader:
-        """The layer; raises Damaged if its footer is missing, altered, or that of another save."""
+        """The layer; raises Damaged if its footer is missing, altered, or that of another save.
+
+        Two threads may both open it: each reader verifies what it reads.
+        """
         return self._opened()
 
     def loaded(self) -> LayerArrays:

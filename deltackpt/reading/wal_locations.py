@@ -28,7 +28,8 @@ NBYTES = _RECORD.size
 class DurableRecord(NamedTuple):
     """The newest durable record: the number of its ``append()`` call, 0 for none, and its step.
 
-    From call ``since`` on, the process has a record of each call; it may lack earlier records.
+    From call ``since`` on, the process has a record of each call; it may lack earlier records. 0 if
+    it lacks none, has no record, or uses an earlier version, which does not note gaps.
     """
 
     number: int

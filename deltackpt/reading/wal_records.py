@@ -505,7 +505,7 @@ class ProcessWal:
 
     def _steps_behind(self, window: _Window, scan: _Scan) -> Iterator[int]:
         """Yields steps of the layers after the page at which a scan ended."""
-        start = scan.at + PAGE_BYTES
+        start = window.skip_hole(scan.at + PAGE_BYTES)
         while (nbytes := (window.length - start) // PAGE_BYTES * PAGE_BYTES) > 0:
             nbytes = min(nbytes, _SEARCHED_BYTES)
             data = np.empty(nbytes, np.uint8)
@@ -517,7 +517,7 @@ class ProcessWal:
                         layer = LayerReader(window, header.nbytes, start=start + page)
                         if layer.manifest.epoch == self._epoch:
                             yield layer.manifest.save_id.step
-            start += nbytes
+            start = window.skip_hole(start + nbytes)
 
 
 def _shown(segment: StorePath, seq: int) -> str:
@@ -585,6 +585,14 @@ class _Window:
         for buffer in buffers:
             np.frombuffer(buffer, np.uint8)[:] = self._data[at : at + buffer.nbytes]
             at += buffer.nbytes
+
+    def skip_hole(self, start: int) -> int:
+        """Returns the next page with data, if the file has a hole at a page."""
+        at = self.segment
+        if start >= self.length or not isinstance(at.store, FileStore):
+            return start
+        with arrays.unreadable_is_damage(self.name, "a segment"):
+            return at.store.next_data(at.key, start) // PAGE_BYTES * PAGE_BYTES
 
     def bytes_at(self, start: int, nbytes: int | None = None) -> bytes:
         """Returns some bytes; by default to the end."""

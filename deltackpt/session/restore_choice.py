@@ -253,9 +253,7 @@ class RestoreChooser:
         def find() -> _PlainChoice | None:
             if isinstance(requested, int) and requested in {*run.root.steps()}:
                 return requested, None
-            steps = run.root.restorable()
-            left = {step: steps[step] for step in steps.keys() - set(damaged)}
-            plan = recovery.plan_to(self._index(), left, requested)
+            plan = recovery.plan_to(self._index(), run.root.restorable(), requested, damaged)
             return None if plan is None else _plain(plan)
 
         return RestoreChoice.from_plain(

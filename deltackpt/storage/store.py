@@ -400,6 +400,19 @@ class FileStore:
         """See ``Store``."""
         return self._stat(key).st_size
 
+    def next_data(self, key: str, start: int) -> int:
+        """Returns where data begins at or after an offset of a file; its length if none does.
+
+        Extending a file creates a hole, which reads as zeros. The data may begin with zeros.
+        """
+        with self._refusals(key), open(self._name(key), "rb", 0, opener=_without_waiting) as file:
+            try:
+                return os.lseek(file.fileno(), start, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    return start  # The file system does not support it, or reading fails as well.
+                return max(start, os.fstat(file.fileno()).st_size)
+
     def version(self, key: str) -> Hashable:
         """See ``Store``."""
         found = self._stat(key)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deltackpt.cached import cached_property
-from deltackpt.errors import Damaged, OptionError, RestoreError
+from deltackpt.errors import Damaged, FormatTooNew, OptionError, RestoreError
 from deltackpt.events import UploadEvent
 from deltackpt.format import records
 from deltackpt.format.manifest import SaveId
@@ -341,10 +341,20 @@ class StagingDir:
         self._write(self._starting, records.to_bytes(orders, _ORDERS))
 
     def progress(self, holder: str, tier: TierName = "remote") -> TierProgress:
-        """Returns what has reached a tier under a claim; empty if it is missing or unreadable."""
+        """Returns what has reached a tier under a claim; empty if it is missing or unreadable.
+
+        If a newer deltackpt runs the replicator, as after an upgrade, that is the problem.
+        """
         path = self._progress(tier)
         try:
             found = _progress_from(store_path(path).read(), path.name)
+        except FormatTooNew as error:
+            return TierProgress(
+                holder=holder,
+                problem=f"its uploader is newer than this process: {error}, and restart it",
+                code=error.code,
+                problem_unix_secs=os.stat(path).st_mtime,
+            )
         except RestoreError:  # None yet, or lost in a power cut: the replicator rebuilds it.
             return TierProgress(holder=holder)
         return found if found.holder == holder else TierProgress(holder=holder)

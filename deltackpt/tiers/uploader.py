@@ -26,6 +26,7 @@ from deltackpt.errors import (
     Damaged,
     DeltackptError,
     FencedError,
+    FormatTooNew,
     RestoreError,
     StepGone,
     StorageError,
@@ -208,6 +209,9 @@ class Uploader(Cursor):
         self.report_failure(error)
         if self.trainer.is_gone and isinstance(error, RestoreError):
             # The staging directory or the journal is damaged: waiting does not fix that.
+            raise error
+        if isinstance(error, FormatTooNew) and self._is_changed():
+            # The orders of a newer deltackpt, whose own uploader waits for this one to end.
             raise error
         return True
 
