@@ -234,8 +234,7 @@ def test_pieces_of_a_stage_are_merged_in_any_order(
     loaded = [dataclasses.replace(one, buffer=one.buffer.copy()) for one in targets]
     for block in (block for stage in stages for piece in stage for block in piece.load()):
         merge.apply(block, loaded)
-    with Runtime(threads or 1) as runtime, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge, "_DIRECT_BYTES", joined_bytes)
+    with Runtime(threads or 1) as runtime:
         merge.run(stages, runtime)
     for target, copy in zip(targets, loaded, strict=True):
         wanted = expected[target.field][slice(*target.rows)]

@@ -44,9 +44,6 @@ _INDEX_BYTES = np.dtype(np.int64).itemsize
 _SMALL_BYTES, _SMALL_TOTAL_BYTES = 1 << 18, 1 << 26
 #: Shorter sections are joined, up to ``_SMALL_BYTES``; both also limit the decoded rows.
 _JOINED_BYTES = 1 << 16
-#: Least bytes of rows for each target into which they are read directly: a read verifies the whole
-#: blocks, of 128 KiB, at its ends.
-_DIRECT_BYTES = 1 << 20
 
 #: A block, and the positions of its rows in its arrays; None if they have only these rows.
 _Decoded = tuple[RowBlock, np.ndarray | None]
@@ -237,14 +234,10 @@ class Piece:
     def run(self, memory: Memory) -> None:
         """See ``Work``."""
         first = self.sections[0]
-        if self._is_direct(first):
-            own = row_blocks.reach(first.rows)
-            start = first.start - own[0]
-            for target in self.targets:
-                low, high = row_blocks.common(target.rows, own)
-                out = target.buffer[low - target.rows[0] : high - target.rows[0]]
-                out = out.view(codecs.stored_dtype(out.dtype))
-                first.field.read_into(first.field.stored[""], start + low, start + high, out)
+        direct = self._direct_target(first)
+        if direct is not None:
+            out = direct.view(codecs.stored_dtype(direct.dtype))
+            first.field.read_into(first.field.stored[""], first.start, first.stop, out)
             return
         self._populate(first.rows)
         row_bytes = first.field.spec.row_bytes + _INDEX_BYTES
@@ -277,16 +270,19 @@ class Piece:
                 first, last = row_blocks.common(target.rows, row_blocks.reach(rows))
                 host_memory.populate(target.buffer[first - target.rows[0] : last - target.rows[0]])
 
-    def _is_direct(self, section: Section) -> bool:
-        """Returns whether raw stored bytes can be read into the final buffers."""
-        field = section.field
-        if field.spec.codec != "raw" or not isinstance(section.rows, range):
-            return False
-        if len(self.targets) > 1 and len(self.targets) * _DIRECT_BYTES > section.nbytes:
-            return False
-        return all(
-            one.columns in (None, field.segment.columns) and not one.cycle for one in self.targets
-        )
+    def _direct_target(self, section: Section) -> np.ndarray | None:
+        """Returns the part of a final buffer that raw stored bytes can be read into."""
+        rows, field = section.rows, section.field
+        if field.spec.codec != "raw" or not isinstance(rows, range):
+            return None
+        if len(self.targets) != 1:
+            return None
+        [target] = self.targets
+        whole = target.columns in (None, field.segment.columns) and not target.cycle
+        first, last = target.rows
+        if whole and first <= rows.start and rows.stop <= last:
+            return target.buffer[rows.start - first : rows.stop - first]
+        return None
 
     def _chosen(self) -> tuple[Rows, np.ndarray | None]:
         """Returns the needed rows, and their positions in the joined sections; None for all."""
