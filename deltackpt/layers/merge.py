@@ -318,7 +318,6 @@ class Piece:
                 field.read_into(field.stored[suffix], start, stop, held[at:end])
                 at = end
         rows, positions = self._chosen()
-        step = max(1, len(rows)) if first.is_view else step
         for start in range(0, len(rows), step):
             section, chosen = slice(start, start + step), None
             if positions is None:
