@@ -180,7 +180,8 @@ struct kernels {
     /* Rows. */
     void (*gather)(const char *source, size_t row_bytes, int64_t first, const int64_t *rows, size_t count,
                    int stream, char *out);
-    void (*scatter)(const char *source, size_t row_bytes, const int64_t *rows, size_t count, char *out);
+    void (*scatter)(const char *source, size_t row_bytes, const int64_t *positions, const int64_t *rows,
+                    size_t count, int64_t first, int stream, char *out);
     size_t (*scan)(const int32_t *stamps, size_t count, int32_t clock, int64_t first, int64_t *out);
     void (*encode_uniform)(const struct encoding *job, const struct uniform *codec);
     void (*encode_shorter)(const struct encoding *job, enum dtype dtype, float smallest, float largest);
@@ -195,7 +196,7 @@ struct kernels {
 
 /* Rows whose first bytes are prefetched before they are copied. */
 enum { GATHER_AHEAD = 16 };
-/* Fewer bytes are written through the cache: they are still in it when they are read next. */
+/* Shorter arrays are written through the cache: they are still in it when they are read next. */
 enum { STREAM_BYTES = 8 << 20 };
 
 /*
@@ -557,6 +558,15 @@ static PyObject *py_use(PyObject *self, PyObject *args)
 
 /* ---- The module: rows ---- */
 
+/* Returns the index of the first number that is not in [first, first + length); `count` if all are. */
+static Py_ssize_t first_outside(const int64_t *numbers, Py_ssize_t count, int64_t first, uint64_t length)
+{
+    Py_ssize_t at = 0;
+    while (at < count && (uint64_t)numbers[at] - (uint64_t)first < length)
+        at++;
+    return at;
+}
+
 static PyObject *py_gather(PyObject *self, PyObject *args)
 {
     (void)self;
@@ -601,11 +611,11 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
     Py_ssize_t wrong = count, of = 0;
     const struct kernels *use = chosen;
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0, at = 0; i < sources.count && wrong == count; i++) {
+    for (Py_ssize_t i = 0, at = 0; i < sources.count && wrong == count; at = (Py_ssize_t)stops[i++]) {
         uint64_t length = (uint64_t)sources.views[i].len / row_bytes;
-        for (; at < stops[i] && wrong == count; at++)
-            if ((uint64_t)rows[at] - (uint64_t)firsts[i] >= length)
-                wrong = at, of = i;
+        Py_ssize_t found = at + first_outside(rows + at, (Py_ssize_t)stops[i] - at, firsts[i], length);
+        if (found < stops[i])
+            wrong = found, of = i;
     }
     if (wrong == count)
         for (Py_ssize_t i = 0, at = 0; i < sources.count; at = (Py_ssize_t)stops[i++])
@@ -628,39 +638,49 @@ done:
 static PyObject *py_scatter(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *source_array, *row_array, *out_array, *result = NULL;
+    PyObject *source_array, *position_array, *row_array, *out_array, *result = NULL;
     Py_ssize_t row_bytes;
-    if (!PyArg_ParseTuple(args, "OnOO", &source_array, &row_bytes, &row_array, &out_array))
+    long long first;
+    if (!PyArg_ParseTuple(args, "OnOOLO", &source_array, &row_bytes, &position_array, &row_array, &first,
+                          &out_array))
         return NULL;
     struct buffers buffers = {.count = 0};
-    const int64_t *rows = buffer(&buffers, row_array, "rows", sizeof(int64_t), -1, 0);
+    const int64_t *rows = buffer(&buffers, row_array, "rows", sizeof(int64_t), -1, 0), *positions = NULL;
     if (!rows)
         goto done;
-    Py_ssize_t count = items_of(&buffers), at = 0;
+    Py_ssize_t count = items_of(&buffers), known = count, row = count;
     if (row_bytes <= 0 || count > PY_SSIZE_T_MAX / row_bytes) {
         PyErr_SetString(PyExc_ValueError, "scatter: expected rows of at least one byte that fit into memory");
         goto done;
     }
-    const char *source = buffer(&buffers, source_array, "source", 1, count * row_bytes, 0);
+    if (position_array != Py_None &&
+        !(positions = buffer(&buffers, position_array, "positions", sizeof(int64_t), count, 0)))
+        goto done;
+    const char *source = buffer(&buffers, source_array, "source", 1, positions ? -1 : count * row_bytes, 0);
     if (!source)
         goto done;
+    uint64_t held = (uint64_t)items_of(&buffers) / (uint64_t)row_bytes;
     char *out = buffer(&buffers, out_array, "out", 1, -1, 1);
     if (!out || check_distinct(&buffers))
         goto done;
     uint64_t length = (uint64_t)items_of(&buffers) / (uint64_t)row_bytes;
+    int stream = items_of(&buffers) >= STREAM_BYTES && row_bytes % 64 == 0 && (uintptr_t)out % 64 == 0;
     const struct kernels *use = chosen;
     Py_BEGIN_ALLOW_THREADS
-    while (at < count && (uint64_t)rows[at] < length)
-        at++;
-    if (at == count)
-        use->scatter(source, (size_t)row_bytes, rows, (size_t)count, out);
+    row = first_outside(rows, count, first, length);
+    if (positions)
+        known = first_outside(positions, count, 0, held);
+    if (row == count && known == count)
+        use->scatter(source, (size_t)row_bytes, positions, rows, (size_t)count, first, stream, out);
     Py_END_ALLOW_THREADS
-    if (at < count) {
-        PyErr_Format(PyExc_IndexError, "scatter: expected rows below %lld, found %lld", (long long)length,
-                     (long long)rows[at]);
-        goto done;
-    }
-    result = Py_NewRef(Py_None);
+    if (row < count)
+        PyErr_Format(PyExc_IndexError, "scatter: expected rows in %lld to %lld, found %lld", first,
+                     (long long)((uint64_t)first + length - 1), (long long)rows[row]);
+    else if (known < count)
+        PyErr_Format(PyExc_IndexError, "scatter: expected positions in 0 to %lld, found %lld",
+                     (long long)held - 1, (long long)positions[known]);
+    else
+        result = Py_NewRef(Py_None);
 done:
     release(&buffers);
     return result;
@@ -1226,7 +1246,7 @@ static PyMethodDef methods[] = {
     {"use", py_use, METH_VARARGS, "Uses one of the supported instruction sets."},
     /* Rows. */
     {"gather", py_gather, METH_VARARGS, "Copies rows of several arrays into another array."},
-    {"scatter", py_scatter, METH_VARARGS, "Copies rows to other positions of an array."},
+    {"scatter", py_scatter, METH_VARARGS, "Copies rows of an array to rows of another one."},
     {"scan", py_scan, METH_VARARGS, "Writes the indices of stamps after a clock; returns how many."},
     {"encode_uniform", py_encode_uniform, METH_VARARGS, "Encodes rows as uniform codes."},
     {"encode_shorter", py_encode_shorter, METH_VARARGS, "Encodes float32 rows as 16-bit floats."},
@@ -2103,17 +2123,43 @@ static TARGET void KERNEL(gather)(const char *source, size_t row_bytes, int64_t 
 #endif
 }
 
-static TARGET void KERNEL(scatter)(const char *source, size_t row_bytes, const int64_t *rows, size_t count,
-                                   char *out)
+/* Copies row `positions[i]` of the source, or row `i` without positions, to row `rows[i] - first`. */
+INLINE void KERNEL(scatter_rows)(const char *source, size_t row_bytes, const int64_t *positions,
+                                 const int64_t *rows, size_t count, int64_t first, int stream, char *out)
 {
     for (size_t i = 0; i < count; i++) {
-        if (i + GATHER_AHEAD < count) {
-            char *next = out + (size_t)rows[i + GATHER_AHEAD] * row_bytes;
+        if (!stream && i + GATHER_AHEAD < count) {
+            char *next = out + ((size_t)rows[i + GATHER_AHEAD] - (size_t)first) * row_bytes;
             for (size_t at = 0; at < row_bytes && at < 512; at += 64)
                 __builtin_prefetch(next + at, 1);
         }
-        KERNEL(copy_row)(out + (size_t)rows[i] * row_bytes, source + i * row_bytes, row_bytes);
+        const char *row = source + (positions ? (size_t)positions[i] : i) * row_bytes;
+        char *to = out + ((size_t)rows[i] - (size_t)first) * row_bytes;
+        if (stream)
+            KERNEL(stream_row)(to, row, row_bytes);
+        else
+            KERNEL(copy_row)(to, row, row_bytes);
     }
+#if defined(__x86_64__)
+    if (stream)
+        _mm_sfence();
+#endif
+}
+
+static TARGET void KERNEL(scatter)(const char *source, size_t row_bytes, const int64_t *positions,
+                                   const int64_t *rows, size_t count, int64_t first, int stream, char *out)
+{
+    /* Elements are twice as fast with a constant size. */
+    if (row_bytes == 1)
+        KERNEL(scatter_rows)(source, 1, positions, rows, count, first, 0, out);
+    else if (row_bytes == 2)
+        KERNEL(scatter_rows)(source, 2, positions, rows, count, first, 0, out);
+    else if (row_bytes == 4)
+        KERNEL(scatter_rows)(source, 4, positions, rows, count, first, 0, out);
+    else if (row_bytes == 8)
+        KERNEL(scatter_rows)(source, 8, positions, rows, count, first, 0, out);
+    else
+        KERNEL(scatter_rows)(source, row_bytes, positions, rows, count, first, stream, out);
 }
 
 /* ---- Rows: scan of stamps ---- */

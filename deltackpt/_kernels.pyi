@@ -8,8 +8,19 @@ def path() -> str: ...
 def use(name: str, /) -> None: ...
 
 # Rows.
-def gather(source: Any, itemsize: int, row_items: int, rows: Any, out: Any, /) -> None: ...
-def scatter(source: Any, row_bytes: int, rows: Any, out: Any, /) -> None: ...
+def gather(
+    sources: list[Any],
+    itemsize: int,
+    row_items: int,
+    firsts: Any,
+    stops: Any,
+    rows: Any,
+    out: Any,
+    /,
+) -> None: ...
+def scatter(
+    source: Any, row_bytes: int, positions: Any | None, rows: Any, first: int, out: Any, /
+) -> None: ...
 def scan(stamps: Any, clock: int, first: int, out: Any, /) -> int: ...
 def encode_uniform(
     rows: Any,
@@ -92,3 +103,8 @@ def apply_sparse(
     data: Any,
     /,
 ) -> None: ...
+
+# Checksums.
+def crc32c_blocks(
+    data: Any, out: Any | None, block_bytes: int, used: int, crc: int, sums: Any, /
+) -> bool: ...

@@ -104,23 +104,37 @@ def gather(
         source.take(local[chunk], 0, out[chunk], "clip")
 
 
-def scatter(values: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-    """Copies contiguous values (n, ...) to row indices (n,) of contiguous ``out``, of their dtype.
+def scatter(
+    values: np.ndarray,
+    positions: np.ndarray | None,
+    rows: np.ndarray,
+    first: int,
+    out: np.ndarray,
+) -> None:
+    """Copies row ``positions[i]`` of values to row ``rows[i]`` of ``out``.
 
-    A row index that is out of range raises ``IndexError``; nothing is written then.
+    Both arrays are contiguous, and have rows of one size; ``first`` is the index of the first row
+    of ``out``. If ``positions``, (n,) int64 like ``rows``, is None, there are n values, which are
+    copied in order. An index that is out of range raises ``IndexError``, values of another size or
+    number a ``ValueError``; nothing is written then.
     """
-    if not values.size:
-        return
     row_bytes = math.prod(out.shape[1:]) * out.itemsize
-    if _used is not None:
-        data = [one.reshape(-1).view(np.uint8) for one in (values, out)]
-        _used.scatter(data[0], row_bytes, np.ascontiguousarray(rows, np.int64), data[1])
+    count, found = len(values if positions is None else positions), len(values) * row_bytes
+    if (count, found) != (len(rows), values.nbytes):
+        raise ValueError(f"scatter: expected {len(rows)} rows of {row_bytes} bytes, found others")
+    if not row_bytes:
         return
-    if not 0 <= rows.min() <= rows.max() < len(out):
-        raise IndexError(f"scatter: expected rows below {len(out)}")
+    rows = np.ascontiguousarray(rows, np.int64)
+    data = [one.reshape(-1).view(np.uint8) for one in (values, out)]
+    if _used is not None:
+        _used.scatter(data[0], row_bytes, positions, rows, first, data[1])
+        return
+    for found, low, count in ((rows, first, len(out)), (positions, 0, len(values))):
+        if found is not None and len(found) and not low <= found.min() <= found.max() < low + count:
+            raise IndexError(f"scatter: expected indices in {low} to {low + count - 1}")
     # numpy moves elements of one large dtype 1.5 times as fast.
-    unit = np.dtype((np.void, row_bytes))
-    out.reshape(-1).view(unit)[rows] = values.reshape(-1).view(unit)
+    source, target = (one.view(np.dtype((np.void, row_bytes))) for one in data)
+    target[rows - first] = source if positions is None else source[positions]
 
 
 def scan(stamps: Sequence[Sized], clock: int, first: int = 0) -> np.ndarray:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
+from pathlib import Path
 
 import google_crc32c
 import jax.numpy as jnp
@@ -54,6 +56,16 @@ def built(path):
     from deltackpt import _kernels
 
     return _kernels
+
+
+def test_the_stub_declares_all_functions_and_arguments(built):
+    stub = ast.parse(Path(kernels.__file__).with_name("_kernels.pyi").read_text())
+    counts = {one.name: len(one.args.posonlyargs) for one in stub.body if hasattr(one, "args")}
+    assert {*counts} == {name for name in dir(built) if callable(getattr(built, name))}
+    for name, count in counts.items():
+        if count:
+            with pytest.raises(TypeError, match=f"exactly {count} argument"):
+                getattr(built, name)()
 
 
 def test_an_unknown_instruction_set_is_an_error(built):
@@ -150,41 +162,105 @@ def test_scattered_rows_are_those_of_numpy(data):
     dtype = np.dtype(data.draw(st.sampled_from(["float32", "bfloat16", "float64", "bool", "int4"])))
     width, random = data.draw(st.sampled_from(WIDTHS)), np.random.default_rng(0)
     length = data.draw(st.integers(1, 60))
-    rows = np.array(data.draw(st.lists(st.integers(0, length - 1), unique=True)), np.int64)
+    rows = np.array(data.draw(st.lists(st.integers(0, length - 1))), np.int64)
     shape = () if data.draw(st.booleans()) else (width,)
-    values, out = (random.integers(0, 2, (n, *shape)).astype(dtype) for n in (len(rows), length))
+    count, positions = len(rows), None
+    if data.draw(st.booleans()):
+        count = data.draw(st.integers(1, 60))
+        drawn = st.lists(st.integers(0, count - 1), min_size=len(rows), max_size=len(rows))
+        positions = np.array(data.draw(drawn), np.int64)
+    first = data.draw(st.integers(-(2**40), 2**40))
+    values, out = (random.integers(0, 2, (n, *shape)).astype(dtype) for n in (count, length))
     wanted = out.copy()
-    wanted[rows] = values
-    kernels.scatter(values, rows, out)
+    wanted[rows] = values if positions is None else values[positions]
+    kernels.scatter(values, positions, rows + first, first, out)
     assert out.tobytes() == wanted.tobytes()
 
 
-@pytest.mark.parametrize("rows", [[4, 0], [0, -1], [0, 2**62]])
-def test_a_row_out_of_range_is_not_scattered(rows):
+@pytest.mark.parametrize("aligned", [True, False])
+def test_rows_are_scattered_past_the_caches_into_large_arrays(aligned):
+    random = np.random.default_rng(0)
+    values = random.standard_normal((3000, 48)).astype(np.float32)
+    start = 0 if aligned else 4
+    out = aligned_buffer((9 << 20) + start)[start:][: 9 << 20].view(np.float32).reshape(-1, 48)
+    positions, rows = random.permutation(3000), random.integers(0, len(out), 3000)
+    assert len({*rows.tolist()}) < 3000
+    wanted = out.copy()
+    wanted[rows] = values[positions]
+    kernels.scatter(values, positions, rows, 0, out)
+    np.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.parametrize("positions", [None, [0, 1]])
+@pytest.mark.parametrize(
+    ("first", "rows"),
+    [
+        (0, [4, 0]),
+        (0, [0, -1]),
+        (0, [0, 2**62]),
+        (7, [7, 6]),
+        (7, [11, 7]),
+        (-(2**63), [2**63 - 1, -(2**63)]),
+    ],
+)
+def test_a_row_out_of_range_is_not_scattered(first, rows, positions):
     out = np.zeros((4, 3), np.float32)
-    with pytest.raises(IndexError, match="expected rows below 4"):
-        kernels.scatter(np.ones((2, 3), np.float32), np.array(rows), out)
+    at = None if positions is None else np.array(positions)
+    with pytest.raises(IndexError, match=f"in {first} to {first + 3}"):
+        kernels.scatter(np.ones((2, 3), np.float32), at, np.array(rows), first, out)
     assert not out.any()
 
 
-def test_rows_of_another_width_are_not_scattered():
+@pytest.mark.parametrize("positions", [[0, 2], [-1, 0], [2**62, 0], [0, -(2**63)]])
+def test_a_position_out_of_range_is_not_scattered(positions):
     out = np.zeros((4, 3), np.float32)
-    with pytest.raises(ValueError, match="source: expected 24 items, found 48|shape mismatch"):
-        kernels.scatter(np.ones((2, 6), np.float32), np.arange(2), out)
+    with pytest.raises(IndexError, match="in 0 to 1"):
+        kernels.scatter(np.ones((2, 3), np.float32), np.array(positions), np.arange(2), 0, out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("positions", [None, [0, 1]])
+def test_rows_of_another_width_are_not_scattered(positions):
+    out = np.zeros((4, 3), np.float32)
+    at = None if positions is None else np.array(positions)
+    for shape in [(2, 6), (2,), (2, 0)]:
+        with pytest.raises(ValueError, match="expected 2 rows of 12 bytes"):
+            kernels.scatter(np.ones(shape, np.float32), at, np.arange(2), 0, out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("positions", [None, [0]])
+def test_another_number_of_values_is_not_scattered(positions):
+    out = np.zeros((4, 3), np.float32)
+    at = None if positions is None else np.array(positions)
+    for count in (1, 3):
+        with pytest.raises(ValueError, match="expected 2 rows of 12 bytes"):
+            kernels.scatter(np.ones((count, 3), np.float32), at, np.arange(2), 0, out)
     assert not out.any()
 
 
 def test_bad_arguments_of_scatter_are_errors(built):
     source, rows, out = np.ones(8, np.uint8), np.arange(2), np.zeros(16, np.uint8)
     with pytest.raises(TypeError, match="rows: expected items of 8 bytes, found 4"):
-        built.scatter(source, 4, rows.astype(np.int32), out)
+        built.scatter(source, 4, None, rows.astype(np.int32), 0, out)
+    with pytest.raises(TypeError, match="positions: expected items of 8 bytes, found 4"):
+        built.scatter(source, 4, rows.astype(np.int32), rows, 0, out)
+    with pytest.raises(ValueError, match="positions: expected 2 items, found 1"):
+        built.scatter(source, 4, rows[:1], rows, 0, out)
     with pytest.raises(ValueError, match="source: expected 6 items, found 8"):
-        built.scatter(source, 3, rows, out)
+        built.scatter(source, 3, None, rows, 0, out)
+    with pytest.raises(IndexError, match="in 0 to 1, found 2"):  # A part of a row is not a row.
+        built.scatter(source, 3, rows + 1, rows, 0, out)
+    for positions in (None, rows):
+        with pytest.raises(ValueError, match="do not overlap"):
+            built.scatter(out[:8], 4, positions, rows, 0, out)
+        for row_bytes in (0, -1, 2**62):
+            with pytest.raises(ValueError, match="at least one byte that fit"):
+                built.scatter(source, row_bytes, positions, rows, 0, out)
     with pytest.raises(ValueError, match="do not overlap"):
-        built.scatter(out[:8], 4, rows, out)
-    for row_bytes in (0, -1, 2**62):
-        with pytest.raises(ValueError, match="at least one byte that fit"):
-            built.scatter(source, row_bytes, rows, out)
+        built.scatter(source, 4, rows, rows, 0, rows.view(np.uint8))
+    with pytest.raises(OverflowError):
+        built.scatter(source, 4, None, rows, 2**63, out)
 
 
 LOSSY = [name for name in codecs.names() if not codecs.get(name).lossless]

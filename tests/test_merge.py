@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from deltackpt.format.records import MOST
 from deltackpt.format.row_blocks import (
     VALUES,
     ArrayEntry,
+    CyclicRows,
     FieldSpec,
     GroupEntry,
     RowBlock,
@@ -45,29 +47,36 @@ columns = st.sampled_from([(0, 6), (0, 3), (3, 6), (2, 5)])
 
 
 @given(
-    st.lists(st.tuples(rows_of_a_block, columns), max_size=5),
-    st.lists(st.tuples(spans, columns), min_size=1, max_size=3),
+    st.lists(st.tuples(rows_of_a_block, columns, st.booleans()), max_size=5),
+    st.lists(
+        st.tuples(spans, columns, st.sampled_from([None, (1, (0,)), (3, (0, 2)), (4, (3,))])),
+        min_size=1,
+        max_size=3,
+    ),
 )
 def test_blocks_land_where_a_naive_model_puts_them(blocks, places):
-    table = np.full((ROWS, WIDTH), -1.0)
-    targets = [
-        Target(
-            group="g",
-            field=VALUES,
-            rows=rows,
-            columns=cols,
-            buffer=np.full((rows[1] - rows[0], cols[1] - cols[0]), -1.0),
-        )
-        for rows, cols in places
-    ]
-    for number, (rows, cols) in enumerate(blocks):
+    table, targets = np.full((ROWS, WIDTH), -1.0), []
+    for rows, cols, phases in places:
+        cycle = None if phases is None else CyclicRows(rows, *phases)
+        count = rows[1] - rows[0] if cycle is None else cycle.count
+        buffer = np.full((count, cols[1] - cols[0]), -1.0)
+        targets.append(Target("g", VALUES, rows, cols, buffer, cycle))
+    for number, (rows, cols, picked) in enumerate(blocks):
         values = number * 1000 + np.arange(len(rows) * (cols[1] - cols[0]), dtype=float)
         values = values.reshape(len(rows), cols[1] - cols[0])
         table[np.array(rows, np.int64), cols[0] : cols[1]] = values
-        merge.apply(RowBlock("g", rows, cols, {VALUES: values}), targets)
-        merge.apply(RowBlock("other", rows, cols, {VALUES: values * -7}), targets)
-    for target, (rows, cols) in zip(targets, places, strict=True):
-        assert np.array_equal(target.buffer, table[rows[0] : rows[1], cols[0] : cols[1]])
+        positions = None
+        if picked and not isinstance(rows, range):
+            # Each row is at another position, after rows that the block does not have.
+            positions = 2 * np.random.default_rng(number).permutation(len(rows)) + 1
+            held = np.full((2 * len(rows), values.shape[1]), -3.0)
+            held[positions] = values
+            values = held
+        merge.apply(RowBlock("g", rows, cols, {VALUES: values}), targets, positions)
+        merge.apply(RowBlock("other", rows, cols, {VALUES: values * -7}), targets, positions)
+    for target, (rows, cols, _) in zip(targets, places, strict=True):
+        own = np.arange(*rows) if target.cycle is None else target.cycle.to_array()
+        assert np.array_equal(target.buffer, table[own, cols[0] : cols[1]])
 
 
 class MemoryLayer(NamedTuple):
@@ -222,12 +231,15 @@ def test_pieces_of_a_stage_are_merged_in_any_order(
             rows = np.asarray(one.rows)
             for row in rows if one.needed is None else rows[one.needed]:
                 written[one.field.segment.columns, one.field.spec.name, int(row)] += 1
+    loaded = [dataclasses.replace(one, buffer=one.buffer.copy()) for one in targets]
+    for block in (block for stage in stages for piece in stage for block in piece.load()):
+        merge.apply(block, loaded)
     with Runtime(threads or 1) as runtime:
         merge.run(stages, runtime)
-    for target in targets:
+    for target, copy in zip(targets, loaded, strict=True):
         wanted = expected[target.field][slice(*target.rows)]
         wanted = wanted[:, 0] if target.columns is None else wanted[:, slice(*target.columns)]
-        assert np.array_equal(target.buffer, wanted)
+        assert np.array_equal(target.buffer, wanted) and np.array_equal(copy.buffer, wanted)
     kinds = {(layer.segments[0].fields, layer.segments[0].columns) for of in saves for layer in of}
     is_raw = all(VALUES not in fields for fields, _ in kinds)
     gapped = all(layer.segments[0].ranges is None for of_save in saves for layer in of_save)

@@ -45,6 +45,9 @@ _SMALL_BYTES, _SMALL_TOTAL_BYTES = 1 << 18, 1 << 26
 #: Shorter sections are joined, up to ``_SMALL_BYTES``; both also limit the decoded rows.
 _JOINED_BYTES = 1 << 16
 
+#: A block, and the positions of its rows in its arrays; None if they have only these rows.
+_Decoded = tuple[RowBlock, np.ndarray | None]
+
 
 def plan(
     layers: Sequence[Sequence[Layer]],
@@ -158,8 +161,9 @@ def _sections(source: SegmentRows, targets: Targets) -> Iterator[Section]:
 class SegmentField:
     """One field of a segment, with its spec as the segment has it, and all arrays by name.
 
-    ``stored`` has the array of each codec suffix. ``raw_rows`` are the array of rows that are
-    stored raw, and that of their positions; it may be empty. ``nbytes`` are those of all arrays.
+    ``stored`` has the array of each codec suffix; ``is_view`` is whether decoding returns a view of
+    it. ``raw_rows`` are the array of rows that are stored raw, and that of their positions; it may
+    be empty. ``nbytes`` are those of all arrays.
     """
 
     def __init__(
@@ -171,6 +175,7 @@ class SegmentField:
             suffix: entries[codecs.array_name(spec.name, suffix)]
             for suffix in codec.stored(spec.trailing, codecs.dtype_of(spec.dtype))
         }
+        self.is_view = codecs.is_lossless(codec) and bool(self.stored)
         beside = () if codec.lossless else (codecs.RAW_ROWS, codecs.RAW_POSITIONS)
         names = [codecs.array_name(spec.name, suffix) for suffix in beside]
         self.raw_rows = tuple(entries[name] for name in names if name in entries)
@@ -240,17 +245,23 @@ class Piece:
         step = max(1, _DECODED_BYTES // row_bytes // (1 if first.needed is None else 4))
         lent: list[np.ndarray] = []
         try:
-            for block in self._decoded(step, memory.allocate, lent):
-                apply(block, self.targets)
+            for block, positions in self._decoded(step, memory.allocate, lent):
+                apply(block, self.targets, positions)
         finally:
             memory.give_back(lent)
-        for raw in self._raw_rows():
-            apply(raw, self.targets)
+        for block, positions in self._raw_rows():
+            apply(block, self.targets, positions)
 
     def load(self) -> list[RowBlock]:
         """Reads and decodes the piece; a later block overwrites an earlier one."""
         count = sum(len(one.rows) for one in self.sections)
-        return [*self._decoded(count, np.empty, []), *self._raw_rows()]
+        found = []
+        for block, at in (*self._decoded(count, np.empty, []), *self._raw_rows()):
+            if at is not None:
+                fields = {name: np.take(of, at, axis=0) for name, of in block.fields.items()}
+                block = dataclasses.replace(block, fields=fields)
+            found.append(block)
+        return found
 
     def _populate(self, rows: Rows) -> None:
         """Allocates the memory of rows that were not written yet, if they are contiguous."""
@@ -293,7 +304,7 @@ class Piece:
         step: int,
         allocate: Callable[[tuple[int, ...], np.dtype], np.ndarray],
         lent: list[np.ndarray],
-    ) -> Iterator[RowBlock]:
+    ) -> Iterator[_Decoded]:
         """Yields the needed rows, ``step`` at a time; adds their memory to ``lent``."""
         first, stored = self.sections[0].field, {}
         count = sum(one.stop - one.start for one in self.sections)
@@ -308,17 +319,19 @@ class Piece:
                 at = end
         rows, positions = self._chosen()
         for start in range(0, len(rows), step):
-            section = slice(start, start + step)
+            section, chosen = slice(start, start + step), None
             if positions is None:
                 found = {name: of[section] for name, of in stored.items()}
+            elif first.is_view:
+                found, chosen = stored, positions[section]
             else:
-                chosen = positions[section]
-                found = {name: np.take(of, chosen, axis=0) for name, of in stored.items()}
+                at = positions[section]
+                found = {name: np.take(of, at, axis=0) for name, of in stored.items()}
             columns = first.segment.columns
             encoded = EncodedBlock(first.segment.group, rows[section], columns, found)
-            yield codecs.decode_block(encoded, [first.spec])
+            yield codecs.decode_block(encoded, [first.spec]), chosen
 
-    def _raw_rows(self) -> Iterator[RowBlock]:
+    def _raw_rows(self) -> Iterator[_Decoded]:
         """Yields raw rows of the piece, which replace what its codec decoded."""
         for field, rows, needed, start, stop in self.sections:
             if not field.raw_rows:
@@ -329,26 +342,30 @@ class Piece:
             entry, at = field.raw_rows[0], field.raw_positions[first:last] - start
             found = np.empty((last - first, *entry.shape[1:]), np.dtype(entry.dtype))
             field.read_into(entry, int(first), int(last), found)
-            if needed is not None:
-                found, at = found[needed[at]], at[needed[at]]
+            positions = None if needed is None else np.flatnonzero(needed[at])
             values = {field.spec.name: found.view(codecs.dtype_of(field.spec.dtype))}
-            rows = np.asarray(rows)[at]
-            yield RowBlock(field.segment.group, rows, field.segment.columns, values)
+            rows = np.asarray(rows)[at if positions is None else at[positions]]
+            yield RowBlock(field.segment.group, rows, field.segment.columns, values), positions
 
 
-def apply(block: RowBlock, targets: Iterable[Target]) -> None:
-    """Writes the rows of a block into every target that they belong to."""
+def apply(block: RowBlock, targets: Iterable[Target], positions: np.ndarray | None = None) -> None:
+    """Writes the rows of a block into every target that they belong to.
+
+    ``positions`` are those of its rows in its arrays; by default, the arrays have only these rows.
+    """
     own = [one for one in targets if one.group == block.group and one.field in block.fields]
     sections = row_blocks.row_slices(block.rows, [one.rows for one in own])
     for target, chosen in zip(own, sections, strict=True):
         if chosen.start < chosen.stop:
-            _scatter(block, chosen, target)
+            _put(block, positions, chosen, target)
 
 
-def _scatter(block: RowBlock, chosen: slice, target: Target) -> None:
-    values = block.fields[target.field][chosen]
-    rows = block.rows[chosen]
-    buffer = target.buffer
+def _put(block: RowBlock, positions: np.ndarray | None, chosen: slice, target: Target) -> None:
+    values, buffer = block.fields[target.field], target.buffer
+    if positions is None:
+        values = values[chosen]
+    else:
+        positions = positions[chosen]
     if target.columns is not None and block.columns != target.columns:
         common = target.overlap(block.columns)
         if common is None:
@@ -356,4 +373,4 @@ def _scatter(block: RowBlock, chosen: slice, target: Target) -> None:
         first, last = common
         buffer = buffer[:, first - target.columns[0] : last - target.columns[0]]
         values = values[:, first - block.columns[0] : last - block.columns[0]]
-    target.put(rows, values, buffer)
+    target.put(block.rows[chosen], values, buffer, positions)

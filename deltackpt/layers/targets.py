@@ -41,22 +41,31 @@ class Target:
         """Returns how many of some rows of its span the target contains."""
         return len(rows) if self.cycle is None else self.cycle.count_in(rows)
 
-    def put(self, rows: Rows, values: np.ndarray, buffer: np.ndarray) -> None:
-        """Writes values of some rows to ``buffer``: its own, or a view of some of its columns."""
-        if self.cycle is not None:
-            chosen = np.asarray(rows)
-            flags = self.cycle.contains(chosen)
-            positions, values = self.cycle.positions(chosen[flags]), values[flags]
-        elif isinstance(rows, range):
-            buffer[rows.start - self.rows[0] : rows.stop - self.rows[0]] = values
+    def put(
+        self,
+        rows: Rows,
+        values: np.ndarray,
+        buffer: np.ndarray,
+        positions: np.ndarray | None = None,
+    ) -> None:
+        """Writes values of some rows to ``buffer``: its own, or a view of some of its columns.
+
+        ``positions`` are those of the rows in ``values``; None if it has only these rows.
+        """
+        first = self.rows[0]
+        if self.cycle is None and isinstance(rows, range):
+            buffer[rows.start - first : rows.stop - first] = values
             return
-        else:
-            positions = np.asarray(rows) - self.rows[0]
+        rows = np.asarray(rows)
+        if self.cycle is not None:
+            found = np.flatnonzero(self.cycle.contains(rows))
+            positions = found if positions is None else positions[found]
+            rows, first = self.cycle.positions(rows[found]), 0
         whole = buffer.flags.c_contiguous and values.flags.c_contiguous
-        if buffer.ndim > 1 and whole and buffer.dtype == values.dtype:
-            kernels.scatter(values, positions, buffer)
-        else:  # numpy copies single numbers faster.
-            buffer[positions] = values
+        if whole and buffer.dtype == values.dtype:
+            kernels.scatter(values, positions, rows, first, buffer)
+        else:
+            buffer[rows - first] = values if positions is None else values[positions]
 
     def overlap(self, columns: Span) -> Span | None:
         """Returns the columns that the target shares with a segment, or None."""
