@@ -620,7 +620,7 @@ def test_a_manager_whose_close_is_interrupted_is_usable_or_closed(tmp_path, sigt
     with profiled(stages.setdefault):
         close_by(who, old, tmp_path / "other")
     names = [code.co_qualname for code in stages]
-    first, last = names.index("CheckpointManager._close"), names.index("Root.close")
+    first, last = names.index("Lifetime._close"), names.index("Root.close")
     # The functions of the close itself, and a few after it.
     chosen = [*stages][first : last + 8]
     interrupted = []
@@ -652,7 +652,7 @@ def test_a_manager_whose_close_is_interrupted_is_usable_or_closed(tmp_path, sigt
         except (errors.ClosedError, errors.FencedError):
             is_closed = True
         signal.raise_signal(signal.SIGTERM)
-        assert old._termination.announced(2) == (not is_closed), code.co_qualname
+        assert old._lifetime.termination.announced(2) == (not is_closed), code.co_qualname
         assert len(sigterms) == number + 1
         with opened(root) as following:
             assert following.all_steps() == [1], code.co_qualname
@@ -707,7 +707,7 @@ def test_the_owner_of_a_manager_whose_close_is_interrupted_gets_its_failure_once
     with failing_saves(tmp_path):
         old.save(1, state, touched=marks)
         with pytest.raises(errors.SaveFailed):
-            old._end("another start", "settle")
+            old._lifetime.end("settle")
 
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
@@ -715,7 +715,7 @@ def test_the_owner_of_a_manager_whose_close_is_interrupted_gets_its_failure_once
     with monkeypatch.context() as patch:
         patch.setattr(exits, "uninterrupted", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            old._end("another start", "close")
+            old._lifetime.end("close")
     with pytest.raises(errors.SaveFailed):
         old.wait_until_finished()
     old.close()

@@ -288,7 +288,7 @@ def test_an_unsupported_leaf_is_refused_before_the_save_starts(name, tmp_path):
             saver.save(1, with_tables({"odd": REFUSED[name], "even": jnp.ones(2)}))
         assert "save again" not in str(caught.value)
         assert "save(items=...)" in str(caught.value)
-        assert not list(saver._root.path.glob("1*"))
+        assert not list(saver._run.root.path.glob("1*"))
         saver.save(1, with_tables({"even": jnp.ones(2)}))
 
 

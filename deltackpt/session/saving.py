@@ -21,9 +21,11 @@ from deltackpt import events
 from deltackpt.errors import (
     Damaged,
     DeltackptError,
+    OptionError,
     ProcessMissing,
     SaveFailed,
     StorageError,
+    TrackingError,
     UnsupportedLeaf,
     WaitTimeout,
 )
@@ -35,12 +37,14 @@ from deltackpt.lazy_import import ocp
 from deltackpt.ledger import directory
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
+from deltackpt.policies import Decision
 from deltackpt.resources.runtime import Task, no_thread
 from deltackpt.save import commit, dense_layout, pending_save
 from deltackpt.save.commit import Item, StepTransaction, StepWriters
 from deltackpt.save.dense_save import DenseLeaves
 from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.pending_save import Embeddings, PendingSave, RefusedSave, base_bytes
+from deltackpt.save.tracking_audit import TrackingVerifier
 from deltackpt.session import retention
 from deltackpt.session.restored import arrays_of
 from deltackpt.session.retention import CommittedStep, StepMetadata
@@ -49,7 +53,7 @@ from deltackpt.session.save_call import Done, Failure, InFlight, SaveArguments
 from deltackpt.state import placement
 from deltackpt.state import tables as state_tables
 from deltackpt.state.tables import Split
-from deltackpt.state.touch_state import TouchState
+from deltackpt.state.touch_state import Marks, TouchState, match_marks
 from deltackpt.storage.posix import DurableDir
 
 #: Names by which Orbax finds the handlers of items; the classes would import Orbax.
@@ -70,6 +74,7 @@ class Saver:
         self._run = run
         self._owner = owner
         self._retention = retention.policy_of(run.options)
+        self._verifier = TrackingVerifier()
         #: The save that was not waited for yet.
         self.in_flight: InFlight | None = None
         #: The step of a save that was put off.
@@ -82,6 +87,8 @@ class Saver:
         self._leftovers: list[Path] = []
         #: A failure of which a restore or read has only warned; the next save raises it.
         self.unreported: Failure | None = None
+        #: The step that the last ``append()`` saved instead of writing a WAL record.
+        self.saved_by_append: Saved | None = None
 
     # On the training thread.
 
@@ -162,6 +169,34 @@ class Saver:
         state_tables.check_touched(touched)
         return state_tables.split(state, self._run.choice, dense_fault=orbax_dense.fault)
 
+    def next(self, state: PyTree, touched: TouchState | None) -> Decision:
+        """Returns the decision about the next save; see ``CheckpointManager.next_save``."""
+        split = self.split_all(state, touched)
+        if (tracker := self._run.tracking.chosen(split, touched)) is not None:
+            clocks = pending_save.clocks_of(split, (Marks("", tracker.touched),))
+        else:
+            clocks = self._run.clocks(split, touched)
+        return self._run.lineage.next(clocks=clocks, layout=split.layout)
+
+    def verify_tracking(self, state: PyTree, touched: TouchState | None) -> bool:
+        """See ``CheckpointManager.verify_tracking``."""
+        split = self.split_all(state, touched)
+        if self._run.tracking.chosen(split, touched) is not None:
+            raise OptionError(
+                "verify_tracking: expected a TouchState, found none, so fingerprints check "
+                "every row; pass touched= or keep the TouchState in the state"
+            )
+        marks = pending_save.marks_of(split, touched)
+        if marks:
+            match_marks(marks, split.layout)  # Its error makes no row doubtful.
+        try:
+            return self._verifier.verify(split, marks, pending_save.clocks_of(split, marks))
+        except TrackingError:
+            reason = "verify_tracking found rows that are not marked"
+            self._run.suspect(reason)
+            self._run.wal.distrust(reason)
+            raise
+
     def _start(self, step: int, state: PyTree, arguments: SaveArguments, started: float) -> Saved:
         run = self._run
         if run.coordinator.count == 1:
@@ -206,13 +241,13 @@ class Saver:
         run.wal.saved()
         run.tracking.saved()
         # A delta has copied its rows. While a base is written, arrays of numpy can change in place.
-        if not pending.released.is_set() and (
+        if not pending.rows.released.is_set() and (
             run.options.deltas.base_snapshot == "block"
             or not all(isinstance(array, jax.Array) for array in arrays_of(split))
         ):
             limit = run.options.timeouts.save_secs
             with run.runtime.pace.lifted():
-                if not pending.released.wait(limit):
+                if not pending.rows.released.wait(limit):
                     raise WaitTimeout(
                         f"step {step}: expected its tables to be written within {limit} s "
                         "(timeouts.save_secs), found the write still running; check the storage"
@@ -229,11 +264,20 @@ class Saver:
         if run.newest is not None and run.newest > step:
             return False  # Training went back: without a save a restart would find the later steps.
         # All processes compare, even if only one has arguments, such as metrics, that differ.
-        differs = not run.lineage.parent_has(split.layout) or arguments.save_unchanged
+        others = arguments.items, arguments.metrics, arguments.custom_metadata, arguments.ids
+        differs = not run.lineage.parent_has(split.layout) or arguments.force_base or any(others)
         touched = run.tracking.touch_state(split, arguments.touched)
         return run.is_restored(split, touched, differs=differs)
 
-    def _capture_tables(self, step: int, split: Split, arguments: SaveArguments) -> PendingSave:
+    def _capture(
+        self,
+        step: int,
+        temporary: Path,
+        split: Split,
+        arguments: SaveArguments,
+        items: dict[str, Item],
+    ) -> PendingSave:
+        """Captures all items of a step into ``items``, which the caller drops after an error."""
         run = self._run
         embeddings = Embeddings(
             split=split,
@@ -248,19 +292,7 @@ class Saver:
             digests=("item", "step"),
             fsync=run.fsync,
         )
-        return pending_save.capture(embeddings, step, run.local.step_dir(step))
-
-    def _capture(
-        self,
-        step: int,
-        temporary: Path,
-        split: Split,
-        arguments: SaveArguments,
-        items: dict[str, Item],
-    ) -> PendingSave:
-        """Captures all items of a step into ``items``, which the caller drops after an error."""
-        run = self._run
-        pending = items[run.item] = self._capture_tables(step, split, arguments)
+        pending = items[run.item] = pending_save.capture(embeddings, step, run.local.step_dir(step))
         if split.layout.dense:
             item = self._dense(step, temporary, split, pending)
             if item is not None:
@@ -310,7 +342,7 @@ class Saver:
 
     def _start_item(self, item_dir: Path, handler: object, args: object) -> HandlerItem:
         DurableDir(self._run.local.path, fsync=False).make(item_dir)
-        return HandlerItem.start(handler, item_dir, args, self._run.runtime)
+        return HandlerItem(handler, item_dir, args, self._run.runtime)
 
     def _writers(self, step: int, attempt: int) -> StepWriters:
         run = self._run
@@ -509,6 +541,17 @@ class Saver:
         self.unreported = None
         return failure
 
+    def wait(self, timeout_secs: float) -> None:
+        """Waits for the save in flight; raises, once, its failure or that of an earlier one."""
+        self.unreported = self._wait_finished(timeout_secs) or self.unreported
+        self.raise_unreported()
+
+    def raise_unreported(self) -> None:
+        """Raises the failure that was not raised yet, if there is one."""
+        failure, self.unreported = self.unreported, None
+        if failure is not None:
+            raise failure.error(None) from failure.cause
+
     def _wait_finished(self, timeout_secs: float) -> Failure | None:
         """Waits for the save in flight, if any, and reports it; returns its failure."""
         flight, run = self.in_flight, self._run
@@ -582,16 +625,9 @@ class Saver:
             run.emit_failure("save", flight.step, failure.cause, flight.started)
         return failure
 
-    def close(self) -> None:
-        """Stops the threads once they are done, and closes the handlers."""
-        self._run.runtime.close(wait=False)
-        for handler in self._run.extra.values():
-            if hasattr(handler, "close"):
-                handler.close()
-
     def wait_finished_or_warn(self) -> None:
         """Warns about a failed save before a restore; a later call raises the error."""
-        flight = self.in_flight
+        flight, self.saved_by_append = self.in_flight, None
         failure = self._wait_finished(self._run.options.timeouts.close_secs)
         if failure is not None:
             events.warn(f"the save of step {failure.step} failed: {failure.cause}")
