@@ -518,7 +518,7 @@ def _choose(
         searched = [i for i in chosen if i not in explicit]
         for slot in slots.find_slots(flat, searched, optimizer):
             if slot.leaf not in tracked:
-                always = slots.is_always(slot, tables.always)
+                always = slot.always or slots.is_always(slot.name, tables.always)
                 found[slot.table].fields[row_blocks.slot_field(slot.name)] = (slot.leaf, always)
     _add_keys(tables, found, flat, names, usable)
     _check_always(tables.always, found)
@@ -561,8 +561,7 @@ def _explicit_slots(
                         f"slots: slot {slot!r} of table {found[i].name}: expected {rows} rows, "
                         f"found that {names[leaf]} {fault or f'has shape {tuple(shape)}'}"
                     )
-                candidate = slots.Slot(i, leaf, slot, False)
-                always = slots.is_always(candidate, tables.always)
+                always = slots.is_always(slot, tables.always)
                 found[i].fields[row_blocks.slot_field(slot)] = (leaf, always)
     return concerned
 
@@ -623,7 +622,7 @@ def _check_always(always: Sequence[str], found: dict[int, TableFields]) -> None:
         if field != row_blocks.VALUES
     }
     for pattern in [always] if isinstance(always, str) else always:
-        if not any(slots.is_always(slots.Slot(0, 0, name, False), pattern) for name in names):
+        if not any(slots.is_always(name, pattern) for name in names):
             raise TableSelectionError(
                 f"always: pattern {pattern!r} matches no slot; the slots are\n{paths.listed(names)}"
             )
