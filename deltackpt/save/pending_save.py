@@ -108,7 +108,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     )
     faults, shared_stamps = lineage.suspected if intent.kind == "delta" else None, {}
     try:
-        sources = Sources(split.layout, split.fields, stamps, runtime)
+        sources = Sources(split, stamps, runtime)
         if since := intent.since or intent.recent:
             sources.stamps.scan(since)
         if embeddings.tracking_audit and marks:
