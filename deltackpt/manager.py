@@ -751,8 +751,9 @@ class CheckpointManager:
         self._lifetime.close()
 
     def __repr__(self) -> str:
-        state, access = self._lifetime.state, self.options.access
-        return f"<CheckpointManager of {self._run.root}, {state} to {access}>"
+        state = self._lifetime.state
+        state = "read-only" if state == "open" and self.options.read_only else state
+        return f"<CheckpointManager of {self._run.root}, {state}>"
 
     def __enter__(self) -> CheckpointManager:
         self._lifetime.check_usable()

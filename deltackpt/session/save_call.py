@@ -41,6 +41,12 @@ class SaveArguments:
                 f"{type(self.touched).__name__}; pass its result"
             )
 
+    @property
+    def save_unchanged(self) -> bool:
+        """Whether the arguments require a save even if the state is the restored one."""
+        others = self.items, self.metrics, self.custom_metadata, self.ids
+        return self.force_base or any(others)
+
 
 def _as_json(name: str, given: object) -> dict[str, object]:
     """Returns a copy as JSON values; scalars of numpy and jax become numbers."""

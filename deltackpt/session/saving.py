@@ -264,8 +264,7 @@ class Saver:
         if run.newest is not None and run.newest > step:
             return False  # Training went back: without a save a restart would find the later steps.
         # All processes compare, even if only one has arguments, such as metrics, that differ.
-        others = arguments.items, arguments.metrics, arguments.custom_metadata, arguments.ids
-        differs = not run.lineage.parent_has(split.layout) or arguments.force_base or any(others)
+        differs = not run.lineage.parent_has(split.layout) or arguments.save_unchanged
         touched = run.tracking.touch_state(split, arguments.touched)
         return run.is_restored(split, touched, differs=differs)
 
