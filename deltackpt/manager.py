@@ -33,8 +33,7 @@ from deltackpt.policies import Decision
 from deltackpt.save import exits
 from deltackpt.session.lifetime import Lifetime
 from deltackpt.session.run import Run, check_arguments, opening, refuse
-from deltackpt.session.save_call import SaveArguments
-from deltackpt.session.saving import Saver
+from deltackpt.session.saving import SaveArguments, Saver
 from deltackpt.state import placement
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage import buckets

@@ -44,13 +44,13 @@ class Lifetime:
         """Lets the end of the program and other managers end it, if it can write."""
         self._run, self._saver, self._warnings = run, saver, warnings
         self.lock = threading.RLock()
-        self._pid = os.getpid()
+        self._pid, self._read_only = os.getpid(), run.options.read_only
         #: The method that runs, if any. It may also be one that an interrupt has ended, until its
         #: traceback is freed; its frame is then on no stack.
         self._outer: FrameType | None = None
         self.termination = coordination.Termination()
         self._watch: exits.Watch | None = None
-        if not run.options.read_only:
+        if not self._read_only:
             self._watch = exits.Watch(self.end, run.local.path, run.local.epoch)
         self.state = "open"
 
@@ -133,7 +133,7 @@ class Lifetime:
             raise ClosedError(
                 f"{self._name}: expected an open manager, found it closed{why}; create a new one"
             )
-        if writing and self._run.options.read_only:
+        if writing and self._read_only:
             raise OptionError(
                 f"{self._name}: expected a manager that can write, found "
                 f"access={self._run.options.access!r}; open it with access='write' to save"
