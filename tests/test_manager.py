@@ -329,6 +329,24 @@ def test_a_template_that_is_sharded_along_other_axes_than_saves_is_refused(tmp_p
                 saver.restore_latest({**state, name: leaf})
 
 
+def test_a_state_that_is_sharded_along_other_axes_than_saves_is_refused_by_name(tmp_path):
+    state = {"t": jnp.ones((16, 4, 8)), "a": jnp.ones((16, 2)), "b": jnp.ones((16, 4, 8))}
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    chosen = deltackpt.Tables(select="t", slots={"t": {"a": "a", "b": "b"}})
+    with saver_of(tmp_path, chosen) as saver:
+        for name, spec in (
+            ("t", jax.P(None, None, "y")),
+            ("b", jax.P("x", None, "y")),
+            ("a", jax.P("x", "y")),
+        ):
+            leaf = jax.device_put(state[name], jax.sharding.NamedSharding(mesh, spec))
+            with pytest.raises(
+                errors.TableSelectionError, match=f"as their tables, found\n  {name}: "
+            ):
+                saver.save(1, {**state, name: leaf})
+        model.commit(saver, 1, state)
+
+
 def test_a_restore_with_more_rows_than_the_step_is_logged_once(tmp_path, caplog):
     tables = deltackpt.Tables(select="t", slots={"t": {"a": "a"}})
     state = {"t": jnp.ones((9, 4)), "a": jnp.ones(9), "w": jnp.ones(2)}

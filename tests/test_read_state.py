@@ -82,6 +82,34 @@ def test_dtypes_of_the_same_kind_are_cast_and_reported(saved):
         manager.read_state(2, {"tables": {"users": jnp.zeros((700, 9))}})
 
 
+INTEGERS = np.array([2**24 + 1, -5], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [
+        (INTEGERS, np.zeros(2, np.float32)),
+        (INTEGERS, jax.ShapeDtypeStruct((2,), jnp.float32)),
+        (INTEGERS, jnp.zeros(2, jnp.bfloat16)),
+        (INTEGERS, np.zeros(2, np.float16)),
+        (INTEGERS, np.zeros(2, np.complex64)),
+        (INTEGERS, np.zeros(2, np.uint32)),
+        (np.array([True, False]), np.zeros(2, np.int32)),
+        (np.ones(2, np.float32), np.zeros(2, np.complex64)),
+        (np.ones(2, np.float32), np.zeros(2, jnp.int4)),
+        (2**53 + 1, 0.0),
+        (2**53 + 1, np.zeros((), np.float64)),
+    ],
+    ids=lambda leaf: getattr(leaf, "dtype", repr(leaf)),
+)
+def test_a_number_that_a_cast_would_change_or_of_another_kind_is_refused(stored, asked, tmp_path):
+    with (
+        saved_once(tmp_path, {"leaf": stored}) as manager,
+        pytest.raises(TemplateMismatch, match="step 0, leaf: expected .* found"),
+    ):
+        manager.read_state(0, {"leaf": asked})
+
+
 def saved_once(tmp_path, leaves) -> deltackpt.CheckpointManager:
     handlers = {"embeddings": deltackpt.Tables(select="table")}
     manager = deltackpt.CheckpointManager(tmp_path, handlers=handlers)

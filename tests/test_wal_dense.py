@@ -19,7 +19,7 @@ from test_wal_disk import CALLS, LOG, assert_nothing_is_tried_again
 
 import deltackpt
 from deltackpt import touched
-from deltackpt.errors import AppendFailed
+from deltackpt.errors import AppendFailed, OptionError
 from deltackpt.maintenance.verify import verify_root
 from deltackpt.testing import Disk, DiskCall, TrainingRun
 
@@ -311,3 +311,23 @@ def test_a_leaf_of_several_chunks_is_read_in_parts(tmp_path, training):
     [record] = records_in(tmp_path / "log/0/0")
     segments = [one for one in record.dense if one.group == "bfloat16"]
     assert any(len(record.chunks_of(one.name, one.arrays[-1].name)) > 1 for one in segments)
+
+
+@pytest.mark.parametrize("dense", ["whole", "delta"])
+def test_a_leaf_that_no_record_can_contain_is_named_and_strings_are_contained(dense, tmp_path):
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions(dense=dense))
+    handlers = {"embeddings": deltackpt.Tables(select="table")}
+    state = {"table": jnp.ones((4, 2)), "name": "x", "bias": jnp.ones(3)}
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers, options=options) as manager:
+        manager.save(1, state)
+        manager.append(2, {**state, "name": "y"})
+        manager.wait_appended()
+        found = manager.restore_latest(state)
+        assert found is not None and found.step == 2 and found.state["name"] == "y"
+    other = {**state, "bias": jnp.ones(3, jnp.complex64)}
+    with deltackpt.CheckpointManager(tmp_path / "2", handlers=handlers, options=options) as manager:
+        manager.save(1, other)
+        with pytest.raises(
+            OptionError, match=r"\['bias'\] has dtype complex64, so that only Orbax"
+        ):
+            manager.append(2, other)

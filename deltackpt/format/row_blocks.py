@@ -388,6 +388,10 @@ class GroupEntry:
         """Returns all columns of a field; None if it is not as wide as the tables."""
         return (0, self.width) if width(spec.trailing) == self.width else None
 
+    def axes(self, spec: FieldSpec) -> int:
+        """Returns how many axes of a field may be sharded: rows, and columns if it has these."""
+        return 1 if self.columns(spec) is None else 2
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayEntry:

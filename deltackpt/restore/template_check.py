@@ -14,6 +14,7 @@ from deltackpt.format.naming import Leaf, listed
 from deltackpt.format.row_blocks import VALUES, GroupEntry
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.restore.placing import check_width
+from deltackpt.state import placement
 from deltackpt.state.stacks import array_of
 
 #: Advice if a part of the optimizer state has the structure of a part of the params alone.
@@ -78,15 +79,11 @@ def check_template(
 
 def _check_sharding(what: str, group: GroupEntry, field: str, leaf: Leaf) -> None:
     """Raises ``TemplateMismatch`` if a leaf is sharded along an axis that saves do not split."""
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        return
     spec = next(spec for spec in group.fields if spec.name == field)
-    axes = 1 if group.columns(spec) is None else 2
-    if sharding.shard_shape(leaf.shape)[axes:] != leaf.shape[axes:]:
+    if placement.is_split_beyond(leaf, group.axes(spec)):
         raise TemplateMismatch(
             f"{what}: expected sharding by rows, and by columns only if as wide as its table, "
-            f"found {sharding} of shape {leaf.shape}; shard it by rows"
+            f"found {leaf.sharding} of shape {leaf.shape}; shard it by rows"
         )
 
 
@@ -103,7 +100,8 @@ def mismatch(
         how = (
             "which reads the leaves that both have and keeps the others"
             if NOTHING in (want, have)
-            else "with a placeholder (...) in place of this leaf"
+            else "which casts to another dtype of the same kind, with a placeholder (...) in place "
+            "of a leaf of another shape or kind"
         )
         advice = (
             f"pass the saved state as the template, call read_state({step}, template), "

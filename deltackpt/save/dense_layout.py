@@ -197,8 +197,7 @@ def _outline(tree: PyTree, process: int) -> Plan:
         where = jax.tree_util.keystr(path)
         if problem := _unnameable(keys) or covered(leaf):
             raise UnsupportedLeaf(
-                f"dense leaf {where}: expected one that this writer supports, found that it "
-                f"{problem}; write the item through Orbax's handler"
+                f"dense leaf {where} {problem}, so that only Orbax's handler can write it"
             )
         if name in paths:
             raise UnsupportedLeaf(
@@ -235,10 +234,7 @@ def _outline(tree: PyTree, process: int) -> Plan:
             "value_metadata": value,
         }
     if not paths:
-        raise UnsupportedLeaf(
-            "dense leaves: expected at least one, found none; write the item through "
-            "Orbax's handler"
-        )
+        raise UnsupportedLeaf("dense leaves: expected at least one, found none")
     files = {}
     if extents:
         files[f"array_metadatas/process_{process}"] = _array_metadatas(extents)

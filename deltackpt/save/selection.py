@@ -23,7 +23,7 @@ import numpy as np
 from deltackpt import coordination, kernels
 from deltackpt.cached import cached_property
 from deltackpt.errors import TableSelectionError, TrackingError
-from deltackpt.format import manifest, row_blocks
+from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import Cover, Layout, TableEntry
 from deltackpt.format.records import IdentityCache
 from deltackpt.format.row_blocks import CyclicRows, FieldSpec, GroupEntry, RowSet, Span, width
@@ -63,12 +63,13 @@ class Division:
     """The rows that this process reads from states of one layout; ``of`` caches divisions."""
 
     def __init__(self, layout: Layout, leaves: Leaves, stamps: StampsByTable):
-        """Raises TableSelectionError if a slot is split by columns and not as wide as its table."""
+        """Raises TableSelectionError if a leaf is sharded along an axis that saves do not split."""
         self.layout = layout
         self.members = {
             group.name: tuple(manifest.tables_of_group(group, layout.tables))
             for group in layout.groups
         }
+        self._check_shardings(leaves)
         #: For each group, its stamps as fields, each named after the path of its TouchState.
         self.stamps = {
             group: tuple(_stamp_plans(members, stamps)) for group, members in self.members.items()
@@ -100,6 +101,21 @@ class Division:
             for group, members in self.members.items()
             for plan in self.stamps[group]
         }
+
+    def _check_shardings(self, leaves: Leaves) -> None:
+        faults = []
+        for group in self.layout.groups:
+            for spec, table in itertools.product(group.fields, self.members[group.name]):
+                leaf = leaves[table.name][spec.name]
+                array = leaf.array if isinstance(leaf, MemberRows) else leaf
+                if placement.is_split_beyond(array, group.axes(spec)):
+                    path = manifest.path_name(table.leaves[spec.name])
+                    faults.append(f"{path}: {array.sharding} of shape {array.shape}")
+        if faults:
+            raise TableSelectionError(
+                "save: expected tables and slots sharded by rows, and by columns only if as wide "
+                f"as their tables, found\n{naming.listed(faults)}\nshard these by rows"
+            )
 
     @cached_property
     def owned_cells(self) -> dict[str, int]:
@@ -236,14 +252,8 @@ def _by_rows(group: GroupEntry, plans: Sequence[FieldPlan]) -> dict[Where, dict[
         rows = plan.rows
         if group.columns(spec) is not None:
             found.setdefault((plan.source.columns, rows), {})[plan.name] = plan
-        elif plan.source.columns == (0, width(spec.trailing)):
-            narrow.append((rows, plan))
         else:
-            raise TableSelectionError(
-                f"group {group.name}, field {spec.name}: expected a slot of width "
-                f"{group.width} like its table, or one that is not split by columns, found its "
-                f"columns {plan.source.columns} of shape {spec.trailing}; shard the slot by rows"
-            )
+            narrow.append((rows, plan))
     for rows, plan in narrow:
         # It has no columns, so it can join any segment of the same rows.
         where = next((where for where in found if where[1] == rows), ((0, group.width), rows))

@@ -142,7 +142,7 @@ def _like(leaf: Leaf, value: Leaf, what: str, *, is_table: bool) -> Leaf:
             f"{value.dtype}{list(value.shape)} in the step; pass {advice}, or a placeholder (...) "
             "to keep this leaf"
         )
-    if not (same or jnp.can_cast(value.dtype, leaf.dtype, "same_kind")):
+    if not (same or _kind(value.dtype) == _kind(leaf.dtype)):
         raise TemplateMismatch(
             f"{what}: expected values of {leaf.dtype} as in the template, found {value.dtype} in "
             "the step, which is a different kind; pass a template with the stored dtype"
@@ -182,15 +182,23 @@ def _grown(template: jax.Array | np.ndarray, values: np.ndarray) -> jax.Array | 
     return placement.like(found, template)
 
 
+#: Kinds of numbers, each with the dtypes whose values a cast keeps or rounds.
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
+
+
+def _kind(dtype: np.dtype) -> int | None:
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
+
+
 def _plain(leaf: Leaf, value: object, what: str) -> str | float:
     """Returns a stored value as a string or a Python number."""
     number = np.asarray(value)
-    kinds = (np.bool_, np.integer, np.floating)
-    rank = next((i for i, kind in enumerate(kinds) if jnp.issubdtype(number.dtype, kind)), None)
+    rank = _kind(number.dtype)
     wanted = next((i for i, kind in enumerate((bool, int, float)) if isinstance(leaf, kind)), None)
     if isinstance(leaf, str) and isinstance(value, str):
         return value
-    if rank is None or wanted is None or rank > wanted or number.shape:
+    fits = rank is not None and wanted is not None and rank <= wanted and not number.shape
+    if not fits or (rank != wanted and type(leaf)(number.item()) != number.item()):
         shown = repr(value) if isinstance(value, str) else f"{number.dtype}{list(number.shape)}"
         raise TemplateMismatch(
             f"{what}: expected {leaf!r} ({type(leaf).__name__}) as in the template, found {shown} "

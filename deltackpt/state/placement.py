@@ -115,6 +115,12 @@ def sharding_of(leaf: object) -> Sharding | None:
     return getattr(leaf, "sharding", None)
 
 
+def is_split_beyond(leaf: object, axes: int) -> bool:
+    """Returns whether a leaf is sharded along another axis than its first ``axes``."""
+    sharding, shape = getattr(leaf, "sharding", None), getattr(leaf, "shape", ())
+    return sharding is not None and sharding.shard_shape(shape)[axes:] != shape[axes:]
+
+
 def process_span(sharding: Sharding) -> int:
     """Returns how many processes have devices of a sharding; equal on all processes."""
     return len({*map(coordination.process_of, sharding.device_set)})
@@ -554,11 +560,6 @@ def _subspan(span: Span, number: int, count: int) -> Span:
 def _shard_counts(sharding: Sharding, shape: tuple[int, ...]) -> _Cell:
     """Returns into how many shards a sharding splits rows and columns."""
     shard = sharding.shard_shape(shape)
-    if shard[2:] != shape[2:]:
-        raise TrackingError(
-            f"array of shape {shape}: expected a sharding of its first two axes, found "
-            f"{sharding}; shard tables and slots by rows and columns only"
-        )
     counts = [max(1, -(-size // max(1, piece))) for size, piece in zip(shape[:2], shard[:2])]
     return counts[0], counts[1] if len(counts) > 1 else 1
 
