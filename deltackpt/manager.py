@@ -171,6 +171,7 @@ class CheckpointManager:
             except BaseException:
                 run.opened.abandon()
                 raise
+            self._lifetime.state = "open"
 
     @cached_property
     def _restorer(self) -> restoring.Restorer:
@@ -280,7 +281,8 @@ class CheckpointManager:
         Call it once per training step. If no save is due, it returns within microseconds. A save
         that ``when_busy="coalesce"`` made due is made once the writer is free. If the platform
         announced a preemption, or a SIGTERM arrived since the first call, the step is saved even if
-        another save is in flight, and the call returns when it is durable.
+        another save is in flight, and the call returns when it is durable. If it has just been
+        saved, that save is returned.
 
         The arguments are those of ``save``. A plain int as the step costs least; the call waits for
         a jax scalar.
@@ -300,6 +302,8 @@ class CheckpointManager:
             arguments = SaveArguments(touched, items, metrics, force_base, custom_metadata)
             try:
                 self._lifetime.check_usable(writing=True)
+                if not force_base and (done := self._saver.saved(step)) is not None:
+                    return done
                 return self._saver.save(step, state, arguments, "wait", started)
             finally:
                 if preempted:
@@ -365,11 +369,10 @@ class CheckpointManager:
         """
         with self._lifetime.call():
             self._lifetime.wait_for_saves()
-        reports = []
-        while (
-            self._saver.reports
-        ):  # Not before: a warning that is an error is raised in their place.
-            reports.append(self._saver.reports.popleft())
+        # Not before: a warning that is an error is raised in place of the events.
+        with self._lifetime.lock:
+            reports = [*self._saver.reports]
+            self._saver.reports.clear()
         return reports
 
     def is_saving_in_progress(self) -> bool:

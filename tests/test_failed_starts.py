@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from deltackpt.ledger.directory import Root
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
 from deltackpt.save import exits
+from deltackpt.session.lifetime import Lifetime
 from deltackpt.testing import failing_saves
 from deltackpt.tiers import replicator
 from deltackpt.tiers.replication import ReplicationClient
@@ -387,6 +389,25 @@ def test_a_start_that_is_interrupted_at_its_end_returns_the_claim_or_keeps_it(
         assert found in (step, step + 1) and one.root() == [*range(found + 1)], code.co_qualname
         step = found
     assert place == "directory" or not [*one.stage.aside("").iterdir()]
+
+
+def test_nothing_closes_a_start_again_that_was_interrupted_last(tmp_path, monkeypatch):
+    create, made = Lifetime.__init__, []
+
+    def interrupt(held: Lifetime, *arguments: Any) -> None:
+        create(held, *arguments)
+        made.append(held)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lifetime, "__init__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            opened(tmp_path)
+    monkeypatch.setattr(made[0]._run, "close", lambda: pytest.fail("it is closed already"))
+    opened(tmp_path).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made[0].__del__()
 
 
 def test_a_start_that_the_bucket_does_not_confirm_is_recorded_by_the_uploader(

@@ -37,6 +37,7 @@ from deltackpt.state import placement
 class Lifetime:
     """Runs the calls of a manager, one at a time, in the process that created it, until it ends."""
 
+    #: "opening": nothing can end it; its start may still fail and close everything that is open.
     #: "replaced": another manager of the directory closed it. "left": the program has ended.
     state: Literal["opening", "open", "closed", "replaced", "left"] = "opening"
 
@@ -52,7 +53,6 @@ class Lifetime:
         self._watch: exits.Watch | None = None
         if not self._read_only:
             self._watch = exits.Watch(self.end, run.local.path, run.local.epoch)
-        self.state = "open"
 
     # The calls.
 

@@ -197,7 +197,9 @@ class Saver:
         self._leftovers: list[Path] = []
         #: A failure of which a restore or read has only warned; the next save raises it.
         self.unreported: Failure | None = None
-        #: The step that the last ``append()`` saved instead of writing a WAL record.
+        #: The save that was started last, until it fails or steps are read: training may go back.
+        self._newest: Saved | None = None
+        #: It, if the last ``append()`` made it instead of writing a WAL record.
         self.saved_by_append: Saved | None = None
 
     # On the training thread.
@@ -237,10 +239,18 @@ class Saver:
                 self._collect()
             raise
         if saved.kind is not None:
+            self._newest = saved
             self._warn_of_tracking(is_first)
         if failure is not None:
             raise failure.error(saved) from failure.cause
         return saved
+
+    def saved(self, step: int) -> Saved | None:
+        """Waits for a save of this step, if it was the last one; None if it was not, or failed."""
+        if self._newest is not None and self._newest.step == step:
+            self.unreported = self.wait_finished(self._run.options.timeouts.save_secs)
+            return self._newest
+        return None
 
     def should_save(
         self, step: int, metrics: Mapping[str, float] | None, preempted: Callable[[int], bool]
@@ -722,7 +732,7 @@ class Saver:
         run = self._run
         if not isinstance(cause, Exception):
             cause = SaveFailed(f"{cause!r} ended its thread")
-        failure = Failure(flight.step, cause)
+        failure, self._newest, self.saved_by_append = Failure(flight.step, cause), None, None
         if isinstance(flight.pending, PendingSave):
             run.lineage.failed(flight.pending.intent.save_id)
         if isinstance(cause, DeltackptError) and cause.leaves_doubt:
@@ -736,7 +746,7 @@ class Saver:
 
     def wait_finished_or_warn(self) -> None:
         """Warns about a failed save before a restore; a later call raises the error."""
-        flight, self.saved_by_append = self.in_flight, None
+        flight, self._newest, self.saved_by_append = self.in_flight, None, None
         failure = self._wait_finished(self._run.options.timeouts.close_secs)
         if failure is not None:
             events.warn(f"the save of step {failure.step} failed: {failure.cause}")
