@@ -111,7 +111,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         sources = Sources(split, stamps, runtime)
         if since := intent.since or intent.recent:
             sources.stamps.scan(since)
-        if embeddings.tracking_audit and marks:
+        if embeddings.tracking_audit and marks and embeddings.lineage is not None:
             found, sample = tracking_audit.audit(sources, intent)
             lineage.record_sample(intent.save_id, sample)
             if found:
