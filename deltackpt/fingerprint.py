@@ -6,12 +6,6 @@ They need 8 bytes per row (12 in a ``RowTracker``), and do not slow down the tra
 
 from __future__ import annotations
 
-from deltackpt.tracking.fingerprints import (
-    RowTracker,
-    changed_rows,
-    fingerprint,
-    fingerprints,
-    verify_tracking,
-)
+from deltackpt.tracking.fingerprints import RowTracker, changed_rows, fingerprint, fingerprints
 
-__all__ = ["RowTracker", "changed_rows", "fingerprint", "fingerprints", "verify_tracking"]
+__all__ = ["RowTracker", "changed_rows", "fingerprint", "fingerprints"]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CheckpointManager: saves and restores training states; the entry point of the library.
 
-``session.saving`` implements saves and ``session.restoring`` restores; both share a ``Run``. The
-manager runs one call at a time, in the process that created it. Its owner, the end of the program
-or another manager of the same directory closes it.
+``session.saving`` implements saves and ``session.restoring`` restores; both share a ``Run``.
+``session.lifetime`` runs one call at a time, and closes the manager.
 """
 
 from __future__ import annotations
@@ -12,47 +11,31 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
-import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from jax.core import eval_context
 
 from deltackpt import coordination, events
 from deltackpt.cached import cached_property
-from deltackpt.errors import (
-    AppendFailed,
-    ClosedError,
-    FencedError,
-    OptionError,
-    SaveFailed,
-    StorageError,
-    TrackingError,
-    UnsupportedRoot,
-    WaitTimeout,
-    chained,
-)
+from deltackpt.errors import OptionError, UnsupportedRoot, chained
 from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
-from deltackpt.handlers.items import Handlers, Items, json_args, sorted_handlers
+from deltackpt.handlers.items import Items, json_args, sorted_handlers
 from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions, WalOptions
 from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved
 from deltackpt.policies import Decision
-from deltackpt.save import exits, pending_save
-from deltackpt.save.tracking_audit import TrackingVerifier
+from deltackpt.save import exits
+from deltackpt.session.lifetime import Lifetime
 from deltackpt.session.run import Run, check_arguments, opening, refuse
-from deltackpt.session.save_call import Failure, SaveArguments
-from deltackpt.session.saving import Saver
+from deltackpt.session.saving import SaveArguments, Saver
 from deltackpt.state import placement
-from deltackpt.state.touch_state import Marks, TouchState, match_marks
+from deltackpt.state.touch_state import TouchState
 from deltackpt.storage import buckets
 from deltackpt.wal.ended import EndedWal
 
@@ -142,41 +125,10 @@ class CheckpointManager:
         try:
             check_arguments(directory, options, event_handlers)
             saves_to = None if options.read_only else _saves_to(directory, options)
-            checked = sorted_handlers(handlers)
+            chosen = sorted_handlers(handlers)
         except (OptionError, UnsupportedRoot) as error:
             known = options if isinstance(options, ManagerOptions) else ManagerOptions()
             refuse(directory, known, error)
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-        #: The method that runs, if any. It may also be one that an interrupt has ended, until its
-        #: traceback is freed; its frame is then on no stack.
-        self._outer: FrameType | None = None
-        self._read_only = options.read_only
-        self._closed = True  # Until it is open.
-        #: Why the end of the program, or another manager of the directory, closed it.
-        self._ended: str | None = None
-        #: Whether the program has ended.
-        self._leaving = False
-        #: A failed save that was not reported to the owner, because another manager was opened.
-        self._unreported: Failure | None = None
-        #: The step that the last ``append()`` saved instead of writing a WAL record.
-        self._saved_by_append: Saved | None = None
-        self._verifier = TrackingVerifier()
-
-        self._warnings = events.CallWarnings()
-        start = contextlib.nullcontext() if saves_to is None else exits.starting(saves_to)
-        with self._warnings.deferred(), start, eval_context():
-            self._open(directory, saves_to, checked, options, event_handlers)
-
-    def _open(
-        self,
-        directory: str | os.PathLike[str],
-        saves_to: Path | None,
-        handlers: Handlers,
-        options: ManagerOptions,
-        event_handlers: tuple[events.EventHandler, ...],
-    ) -> None:
-        """Opens all resources or none."""
 
         def end_others(end: Callable[[Path], list[Exception]]) -> None:
             for error in () if saves_to is None else end(saves_to):
@@ -184,10 +136,10 @@ class CheckpointManager:
 
         def open_root(writing: bool) -> Steps | ReplicationClient:
             if (local := buckets.file_path(directory)) is not None:
-                return Root.open(local, item=handlers.item, read_only=not writing, confirmed=False)
+                return Root.open(local, item=chosen.item, read_only=not writing, confirmed=False)
             return startup.open_bucket(
                 directory,
-                item=handlers.item,
+                item=chosen.item,
                 options=options,
                 writing=writing,
                 process=coordination.process_index(),
@@ -196,40 +148,30 @@ class CheckpointManager:
                 taking=lambda: end_others(exits.close_others),
             )
 
-        self._run = Run(
-            directory,
-            handlers,
-            options,
-            event_handlers,
-            open_root,
-            take_over=lambda: end_others(exits.take_over),
-        )
-        try:
-            self._root = self._run.root
-            self._recorder: recorder.Recorder | None = None
-            self._watch: exits.Watch | None = None
-            # Either all processes get a manager, or none does.
-            coordinator, what = self._run.coordinator, opening(directory)
-            with coordinator.together(what, fatal=True):
-                if options.wal is not None and not self._read_only:
-                    self._recorder = self._run.wal = recorder.Recorder(self._run)
-                elif not self._read_only:
-                    self._run.wal = EndedWal(self._run)
-                self._saver = Saver(self._run, self)
-                self._termination = coordination.Termination()
-            with coordinator.together(what, fatal=True):
-                if not self._read_only:
-                    self._run.ledger.confirm()
-                    epoch = self._run.local.epoch
-                    end_others(functools.partial(exits.close_others, epoch=epoch))
-                self._warnings.issue()  # As errors, they end the start of every process.
-            if not self._read_only:
-                local = self._run.local
-                self._watch = exits.Watch(self._end, local.path, local.epoch)
-        except BaseException:
-            self._run.opened.abandon()
-            raise
-        self._closed = False
+        take_over = functools.partial(end_others, exits.take_over)
+        self._recorder: recorder.Recorder | None = None
+        warnings = events.CallWarnings()
+        start = contextlib.nullcontext() if saves_to is None else exits.starting(saves_to)
+        with warnings.deferred(), start, eval_context():
+            run = self._run = Run(directory, chosen, options, event_handlers, open_root, take_over)
+            try:
+                # Either all processes get a manager, or none does.
+                with run.coordinator.together(opening(directory), fatal=True):
+                    if options.wal is not None and not options.read_only:
+                        self._recorder = run.wal = recorder.Recorder(run)
+                    elif not options.read_only:
+                        run.wal = EndedWal(run)
+                    self._saver = Saver(run, self)
+                with run.coordinator.together(opening(directory), fatal=True):
+                    if not options.read_only:
+                        run.ledger.confirm()
+                        end_others(functools.partial(exits.close_others, epoch=run.local.epoch))
+                    warnings.issue()  # As errors, they end the start of every process.
+                self._lifetime = Lifetime(run, self._saver, warnings)
+            except BaseException:
+                run.opened.abandon()
+                raise
+            self._lifetime.state = "open"
 
     @cached_property
     def _restorer(self) -> restoring.Restorer:
@@ -242,7 +184,7 @@ class CheckpointManager:
     @property
     def directory(self) -> Path | str:
         """Returns the checkpoint directory: an absolute path, or the URL."""
-        given = self._root.given
+        given = self._run.root.given
         return given if "://" in given else Path(given)
 
     @property
@@ -297,9 +239,10 @@ class CheckpointManager:
         _refuse_orbax_args(state, "save(step, state)")
         arguments = SaveArguments(touched, items, metrics, force_base, custom_metadata)
         started = time.perf_counter()
-        with self._use(writing=True):
+        with self._lifetime.call(writing=True):
             when_busy, step = self.options.writes.when_busy, _as_step(step)
-            if (done := self._saved_by_append) is not None and done.step == step and not force_base:
+            done = self._saver.saved_by_append
+            if done is not None and done.step == step and not force_base:
                 if metrics or items or custom_metadata:
                     events.warn(
                         f"step {step}: append() has already saved it, without the metrics, items "
@@ -316,7 +259,7 @@ class CheckpointManager:
 
     def should_save(self, step: int, *, metrics: Mapping[str, float] | None = None) -> bool:
         """Returns whether ``save()`` would save this step. Process 0 decides for all processes."""
-        with self._use(writing=True):
+        with self._lifetime.call(writing=True):
             return self._selects(_as_step(step), metrics)
 
     def _selects(self, step: int, metrics: Mapping[str, float] | None) -> bool:
@@ -338,7 +281,8 @@ class CheckpointManager:
         Call it once per training step. If no save is due, it returns within microseconds. A save
         that ``when_busy="coalesce"`` made due is made once the writer is free. If the platform
         announced a preemption, or a SIGTERM arrived since the first call, the step is saved even if
-        another save is in flight, and the call returns when it is durable.
+        another save is in flight, and the call returns when it is durable. If it has just been
+        saved, that save is returned.
 
         The arguments are those of ``save``. A plain int as the step costs least; the call waits for
         a jax scalar.
@@ -351,28 +295,25 @@ class CheckpointManager:
         """
         _refuse_orbax_args(state, "save_if_due(step, state)")
         started, step = time.perf_counter(), _as_step(step)
-        with self._use():
+        with self._lifetime.call():
             preempted = self.reached_preemption(step)
             if not preempted and (self._saver.due is None or self._saver.all_busy()):
                 return None
             arguments = SaveArguments(touched, items, metrics, force_base, custom_metadata)
             try:
-                self._check_usable(writing=True)
+                self._lifetime.check_usable(writing=True)
+                if not force_base and (done := self._saver.saved(step)) is not None:
+                    return done
                 return self._saver.save(step, state, arguments, "wait", started)
             finally:
                 if preempted:
                     # Also if an earlier save failed: this one was made nevertheless.
-                    self._wait_for_saves()
+                    self._lifetime.wait_for_saves()
 
     def next_save(self, state: PyTree, *, touched: TouchState | None = None) -> Decision:
         """Returns whether the next save would be a base or a delta, and why; changes nothing."""
-        with self._use(writing=True):
-            split = self._saver.split_all(state, touched)
-            if (tracker := self._run.tracking.chosen(split, touched)) is not None:
-                clocks = pending_save.clocks_of(split, (Marks("", tracker.touched),))
-            else:
-                clocks = self._run.clocks(split, touched)
-            return self._run.lineage.next(clocks=clocks, layout=split.layout)
+        with self._lifetime.call(writing=True):
+            return self._saver.next(state, touched)
 
     def verify_tracking(self, state: PyTree, *, touched: TouchState | None = None) -> bool:
         """Checks that every row that changed since the previous call is marked as touched.
@@ -395,23 +336,8 @@ class CheckpointManager:
             its rows. The next save is a base; with several processes, their next delta fails first.
           OptionError: the manager uses fingerprints, which check every row at each save.
         """
-        with self._use():
-            split = self._saver.split_all(state, touched)
-            if self._run.tracking.chosen(split, touched) is not None:
-                raise OptionError(
-                    "verify_tracking: expected a TouchState, found none, so fingerprints check "
-                    "every row; pass touched= or keep the TouchState in the state"
-                )
-            marks = pending_save.marks_of(split, touched)
-            if marks:
-                match_marks(marks, split.layout)  # Its error makes no row doubtful.
-            try:
-                return self._verifier.verify(split, marks, pending_save.clocks_of(split, marks))
-            except TrackingError:
-                reason = "verify_tracking found rows that are not marked"
-                self._run.suspect(reason)
-                self._run.wal.distrust(reason)
-                raise
+        with self._lifetime.call():
+            return self._saver.verify_tracking(state, touched)
 
     def reached_preemption(self, step: int) -> bool:
         """Returns whether this job is preempted at ``step``, by the platform or by SIGTERM.
@@ -419,13 +345,13 @@ class CheckpointManager:
         The first call in the main thread installs a SIGTERM handler until the manager is closed.
         The first step that is queried after a SIGTERM is the step of the preemption.
         """
-        self._check_usable()
+        self._lifetime.check_usable()
         step = _as_step(step)
         if coordination.process_count() > 1:
             # All must save the same step. A process that handled SIGTERM itself would save alone,
             # and would replace the handler through which JAX notifies the other processes.
             return coordination.reached_preemption(step)
-        return self._termination.announced(step) or coordination.reached_preemption(step)
+        return self._lifetime.termination.announced(step) or coordination.reached_preemption(step)
 
     def wait_until_finished(self) -> list[events.SaveEvent]:
         """Waits until every save is committed with the durability of ``options.writes.durability``.
@@ -441,26 +367,17 @@ class CheckpointManager:
           WaitTimeout: the saves did not finish within ``timeouts.close_secs``.
           FencedError: another trainer took over the bucket.
         """
-        with self._use():
-            self._wait_for_saves()
-        with self._lock:  # Not before: a warning that is an error is raised in place of the events.
-            reports = list(self._saver.reports)
+        with self._lifetime.call():
+            self._lifetime.wait_for_saves()
+        # Not before: a warning that is an error is raised in place of the events.
+        with self._lifetime.lock:
+            reports = [*self._saver.reports]
             self._saver.reports.clear()
         return reports
 
-    def _wait_for_saves(self) -> None:
-        limit = self.options.timeouts.close_secs
-        failure = self._saver.wait_finished(limit)
-        if failure is not None:
-            self._saver.reports.clear()
-            raise failure.error(None) from failure.cause
-        self._saver.wait_uploaded(limit)
-        if self._recorder is not None:
-            self._recorder.wait(limit)
-
     def is_saving_in_progress(self) -> bool:
         """Returns whether a save of this process is being written."""
-        self._check_usable()
+        self._lifetime.check_usable()
         return self._saver.busy()
 
     def check_for_errors(self) -> None:
@@ -469,10 +386,9 @@ class CheckpointManager:
         Raises:
           SaveFailed: a save failed; it is raised once.
         """
-        with self._use():
-            failure = self._saver.wait_finished(0.0) if self._saver.is_lost else None
-            if failure is not None:
-                raise failure.error(None) from failure.cause
+        with self._lifetime.call():
+            if self._saver.is_lost:
+                self._saver.wait(0.0)
 
     # The write-ahead log.
 
@@ -525,14 +441,14 @@ class CheckpointManager:
         """
         _refuse_orbax_args(state, "append(step, state)")
         started = time.perf_counter()
-        with self._use(writing=True):
+        with self._lifetime.call(writing=True):
             if self.options.wal is None:
                 raise OptionError(
                     "append: expected a manager with a WAL, found none; make it with "
                     "ManagerOptions(wal=WalOptions())"
                 )
             assert self._recorder is not None
-            self._saved_by_append = None
+            self._saver.saved_by_append = None
             try:
                 self._recorder.count()
                 step = _as_step(step)
@@ -550,7 +466,7 @@ class CheckpointManager:
             given = json_args(record_batch.as_json(items))
             arguments = SaveArguments(touched=touched, items=given, ids=ids)
             saved = self._saver.save(step, state, arguments, "wait", time.perf_counter())
-            self._saved_by_append = saved
+            self._saver.saved_by_append = saved
             return Appended(
                 step=step,
                 kind=None,
@@ -584,7 +500,7 @@ class CheckpointManager:
         if limit is None:
             limit = (self.options.wal or WalOptions()).deadline_secs
         deadline = time.monotonic() + limit
-        with self._use(writing=True):
+        with self._lifetime.call(writing=True):
             if self._recorder is None:
                 newest = self._run.lineage.newest_committed
                 return None if newest is None else newest.step
@@ -593,9 +509,7 @@ class CheckpointManager:
             found = self._recorder.wait(limit)
             if is_base_committed:
                 return found
-            failure = self._saver.wait_finished(max(0.0, deadline - time.monotonic()))
-            if failure is not None:
-                raise failure.error(None) from failure.cause
+            self._saver.wait(max(0.0, deadline - time.monotonic()))
             return self._recorder.recovery(fresh=True)
 
     def recovery_points(self) -> list[RecoveryPoint]:
@@ -608,9 +522,8 @@ class CheckpointManager:
         Raises:
           Damaged: the newest WAL epoch header cannot be read.
         """
-        with self._use():
-            if self._recorder is not None:
-                self._recorder.wait_trimmed()
+        with self._lifetime.call():
+            self._run.wal.wait_trimmed()
             return self._restorer.chooser.points()
 
     # Restoring.
@@ -656,7 +569,7 @@ class CheckpointManager:
         """
         _refuse_orbax_args(abstract_state, "restore_latest(abstract_state)")
         abstract_state = placement.resolved(abstract_state)
-        with self._use(reading=True):
+        with self._lifetime.call(reading=True):
             arguments = restoring.RestoreArguments(abstract_state, items, progress, service)
             return self._restorer.newest(arguments, wal=wal)
 
@@ -688,7 +601,7 @@ class CheckpointManager:
         _refuse_orbax_args(abstract_state, "restore(step, abstract_state)")
         requested = step if isinstance(step, wal_index.RecoveryPoint) else _as_step(step)
         abstract_state = placement.resolved(abstract_state)
-        with self._use(reading=True):
+        with self._lifetime.call(reading=True):
             arguments = restoring.RestoreArguments(abstract_state, items, progress, service)
             return self._restorer.restore_one(requested, arguments)
 
@@ -711,7 +624,7 @@ class CheckpointManager:
           RestoreError: the step cannot be read, or does not have these tables or rows.
         """
         step = _as_step(step)
-        with self._use(reading=True):
+        with self._lifetime.call(reading=True):
             return self._restorer.rows(step, tables, progress)
 
     def read_state(
@@ -740,19 +653,19 @@ class CheckpointManager:
         """
         step = _as_step(step)
         template = placement.resolved(template)
-        with self._use(reading=True):
+        with self._lifetime.call(reading=True):
             return self._restorer.state(step, template, progress)
 
     # Committed steps.
 
     def metrics(self, step: int) -> dict[str, Any] | None:
         """Returns the metrics saved with a step, or None; raises ``StepNotFound``."""
-        self._check_usable()
+        self._lifetime.check_usable()
         return dict(self._catalog.metadata(_as_step(step)).get("metrics") or {}) or None
 
     def custom_metadata(self, step: int) -> dict[str, Any]:
         """Returns the ``custom_metadata`` saved with a step; raises ``StepNotFound``."""
-        self._check_usable()
+        self._lifetime.check_usable()
         return dict(self._catalog.metadata(_as_step(step)).get("custom_metadata") or {})
 
     def best_step(self, metric: Metric | None = None, *, mode: Mode = "max") -> int | None:
@@ -766,7 +679,7 @@ class CheckpointManager:
         Raises:
           OptionError: neither the call nor the options name a metric.
         """
-        self._check_usable()
+        self._lifetime.check_usable()
         return self._catalog.best(metric, mode)
 
     def item_metadata(self, step: int) -> PyTree:
@@ -778,7 +691,7 @@ class CheckpointManager:
         Raises:
           StepNotFound, Damaged: the step does not exist, or cannot be read.
         """
-        self._check_usable()
+        self._lifetime.check_usable()
         return self._catalog.abstract_state(_as_step(step))
 
     def delete(self, step: int) -> None:
@@ -796,7 +709,7 @@ class CheckpointManager:
           FencedError: another trainer took over the directory.
         """
         step = _as_step(step)
-        with self._use(writing=True, reading=True):
+        with self._lifetime.call(writing=True, reading=True):
             self._catalog.delete(step)
 
     def check_lease(self) -> None:
@@ -805,7 +718,7 @@ class CheckpointManager:
         Raises:
           FencedError: another trainer took over the directory; the message names it.
         """
-        self._check_usable()
+        self._lifetime.check_usable()
         self._run.check_lease(refresh=True)
 
     @property
@@ -815,20 +728,20 @@ class CheckpointManager:
         It is still the restored step after the deletion of that step, because training continues
         from its state; the step may then be saved again.
         """
-        self._check_usable()
+        self._lifetime.check_usable()
         restored, point = self._run.restored, self._run.lineage.forked_from
         step = self.latest_step() if restored is None else restored
         return step if point is None else max(step or 0, point.save_id.step)
 
     def all_steps(self) -> list[int]:
         """Returns the committed steps in ascending order."""
-        self._check_usable()
-        return sorted(self._root.steps())
+        self._lifetime.check_usable()
+        return sorted(self._run.root.steps())
 
     def latest_step(self) -> int | None:
         """Returns the newest committed step, or None."""
-        self._check_usable()
-        return self._root.newest_step()
+        self._lifetime.check_usable()
+        return self._run.root.newest_step()
 
     def close(self) -> None:
         """Waits for the saves in flight and releases the directory.
@@ -837,211 +750,20 @@ class CheckpointManager:
           SaveFailed: a save failed in the background.
           ClosedError: this is a forked child of the process that created the manager.
         """
-        self._check_process()
-        with self._alone(sys._getframe()):
-            if self._closed:
-                failure, self._unreported = self._unreported, None
-                if failure is not None:
-                    raise failure.error(None) from failure.cause
-                return
-            try:
-                with self._running():
-                    self._wait_for_saves()
-            finally:
-                self._close()
-
-    def _close(self, reason: str | None = None) -> None:
-        """Closes everything, or nothing if it is interrupted first."""
-        try:
-            exits.uninterrupted(functools.partial(self._close_all, reason))
-        finally:
-            if self._closed:
-                # Once more: only the main thread can restore the previous handler.
-                self._termination.close()
-
-    def _close_all(self, reason: str | None) -> None:
-        self._closed = True
-        if reason is not None:
-            self._ended, self._unreported = reason, self._saver.unreported
-        self._termination.close()
-        with self._warnings.deferred(), contextlib.ExitStack() as stack:
-            stack.callback(self._run.opened.close)
-            if self._run.topic is not None:
-                stack.callback(self._run.topic.close)
-            stack.callback(self._run.coordinator.close)
-            stack.callback(self._saver.close)
-            if self._recorder is not None:
-                stack.callback(self._recorder.close)
-            if self._run.replication is not None:
-                stack.callback(self._run.replication.stop_waiting)
-            if self._watch is not None:
-                stack.callback(self._watch.cancel)
-
-    def _end(self, reason: str, ending: exits.Ending) -> None:
-        """Waits for the saves, then closes or leaves; see ``exits.Watch`` for ``ending``."""
-        self._check_not_nested()
-        limit = self.options.timeouts.close_secs
-        if not self._lock.acquire(timeout=limit):
-            raise WaitTimeout(
-                f"CheckpointManager of {self._root}: expected it to be free within {limit} s "
-                "(timeouts.close_secs), found it in use by another thread; check the storage"
-            )
-        try:
-            self._outer = sys._getframe()
-            with self._warnings.deferred():
-                self._end_now(reason, ending, limit)
-        finally:
-            self._outer = None
-            self._lock.release()
-
-    def _end_now(self, reason: str, ending: exits.Ending, limit: float) -> None:
-        if self._closed:
-            return
-        if ending == "close":
-            self._close(reason)
-            return
-        if ending == "leave":
-            self._ended, self._leaving = reason, True
-        try:
-            failure = self._saver.unreported = self._saver.wait_finished(limit)
-            try:
-                if self._recorder is not None:
-                    if ending == "leave" and failure is None:
-                        self._recorder.wait(limit)
-                    else:
-                        self._recorder.wait_durable_or_warn()
-            finally:
-                if failure is None and ending != "commit":
-                    self._saver.wait_uploaded(limit)
-        finally:
-            if ending == "leave":
-                # Python ends threads and executors; the next trainer removes the rest.
-                self._closed = True
-        if failure is not None:
-            raise failure.error(None) from failure.cause
+        self._lifetime.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "read-only" if self._read_only else "open"
-        return f"<CheckpointManager of {self._root}, {state}>"
+        state = self._lifetime.state
+        state = "read-only" if state == "open" and self.options.read_only else state
+        return f"<CheckpointManager of {self._run.root}, {state}>"
 
     def __enter__(self) -> CheckpointManager:
-        self._check_usable()
+        self._lifetime.check_usable()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with chained(error):
             self.close()
-
-    def __del__(self) -> None:
-        was_closed = getattr(self, "_closed", True) and not getattr(self, "_leaving", False)
-        if was_closed or self._pid != os.getpid():
-            return
-        flight = self._saver.in_flight
-        if not self._closed and flight is not None and flight.is_lost:
-            # Its thread, which kept the manager alive, has ended without a commit.
-            exits.report_lost(
-                f"the save of step {flight.step} failed, and its CheckpointManager of "
-                f"{self._root} is gone: {flight.future.exception()}"
-            )
-        warnings.warn(
-            f"CheckpointManager of {self._root} was not closed: use it in a with statement",
-            ResourceWarning,
-            stacklevel=1,
-        )
-
-    @contextlib.contextmanager
-    def _use(self, *, writing: bool = False, reading: bool = False) -> Iterator[None]:
-        """Runs one call at a time, outside the caller's JAX contexts; detects a takeover.
-
-        Before ``reading`` steps, waits for the save and the WAL; only warns of their failures.
-        """
-        self._check_process()  # In a forked child, the thread that holds the lock may not exist.
-        with self._alone(sys._getframe(2)):  # The method; contextlib calls this function.
-            self._check_usable(writing=writing)
-            with self._running():
-                if reading:
-                    self._saved_by_append = None
-                    self._saver.wait_finished_or_warn()
-                    if self._recorder is not None:
-                        self._recorder.wait_durable_or_warn()
-                yield
-
-    @contextlib.contextmanager
-    def _alone(self, method: FrameType) -> Iterator[None]:
-        """Waits for the calls of other threads; refuses one inside a call of the same thread.
-
-        If jax traces the caller, arrays are computed nevertheless.
-        """
-        self._check_not_nested()
-        with (
-            eval_context(),
-            placement.neutral(),
-            self._lock,
-            self._warnings.deferred(),
-        ):
-            try:
-                self._outer = method
-                yield
-            finally:
-                self._outer = None
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        """Shows other processes that this one works; raises FencedError after a takeover."""
-        try:
-            with self._run.coordinator.alive():
-                yield
-        except (SaveFailed, AppendFailed, StorageError, WaitTimeout) as error:
-            # For example, the new trainer has removed the directory of a save in flight.
-            with contextlib.suppress(StorageError):
-                try:
-                    self._run.check_lease()
-                except FencedError as fenced:
-                    raise fenced from error
-            raise
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise ClosedError(
-                f"CheckpointManager of {self._root}: expected to be used in process "
-                f"{self._pid}, found process {os.getpid()}; create a manager in the child instead"
-            )
-
-    def _check_not_nested(self) -> None:
-        # The outer call may hold a lock that the background needs, or have changed half its state.
-        outer, frame = self._outer, sys._getframe()
-        while outer is not None and frame is not None:
-            if frame is outer:
-                who = "one of its event handlers" if self._run.is_emitting else "a signal handler"
-                raise ClosedError(
-                    f"CheckpointManager of {self._root}: expected no call inside another one of "
-                    f"the same thread, found one, as by {who}; let the handler note what to do, "
-                    "and call the manager after the outer call has returned"
-                )
-            frame = frame.f_back
-
-    def _check_usable(self, *, writing: bool = False) -> None:
-        self._check_process()
-        if self._ended is not None and not self._leaving:
-            raise FencedError(
-                f"CheckpointManager of {self._root}: expected to hold the directory, found "
-                f"that {self._ended}; use that one"
-            )
-        if self._closed:
-            raise ClosedError(
-                f"CheckpointManager of {self._root}: expected an open manager, found it "
-                f"closed{f', because {self._ended}' if self._ended else ''}; create a new one"
-            )
-        if writing and self._read_only:
-            raise OptionError(
-                f"CheckpointManager of {self._root}: expected a manager that can write, "
-                f"found access={self.options.access!r}; open it with access='write' to save"
-            )
 
 
 def _refuse_orbax_args(state: PyTree, call: str) -> None:

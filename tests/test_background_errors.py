@@ -301,7 +301,7 @@ def test_a_forked_manager_refuses_every_call_even_if_another_thread_is_in_it(tmp
     manager = saved(tmp_path)
     before = sorted(os.listdir(tmp_path))
     read, write = os.pipe()
-    with manager._lock:
+    with manager._lifetime.lock:
         # The thread that holds the lock does not exist in the child.
         forking = threading.Thread(target=lambda: pids.append(_fork(manager, write)))
         pids: list[int] = []
@@ -437,14 +437,14 @@ def test_reports_are_returned_by_the_call_after_a_warning_that_is_an_error(tmp_p
 
 def test_a_warning_that_is_an_error_does_not_interrupt_close(tmp_path):
     manager, finished = saved(tmp_path), []
-    close = manager._saver.close
+    close = manager._run.runtime.close
 
-    def warn() -> None:
+    def warn(*, wait: bool) -> None:
         events.warn("the executor is late")
-        close()
+        close(wait=wait)
         finished.append(True)
 
-    with mock.patch.object(manager._saver, "close", warn), warnings.catch_warnings():
+    with mock.patch.object(manager._run.runtime, "close", warn), warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="the executor is late"):
             manager.close()
@@ -457,8 +457,8 @@ def test_close_raises_a_failed_save_although_a_part_on_another_thread_warns(tmp_
     with paused_saves(tmp_path, errno.EIO) as held:
         manager.save(2, STATE, touched=MARKS)
         held.release()
-        warn = mock.Mock(side_effect=lambda: events.warn("the executor is late"))
-        with mock.patch.object(manager._saver, "close", warn), warnings.catch_warnings():
+        warn = mock.Mock(side_effect=lambda **_: events.warn("the executor is late"))
+        with mock.patch.object(manager._run.runtime, "close", warn), warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(errors.SaveFailed, match="step 2") as raised:
                 manager.close()
@@ -494,7 +494,8 @@ def test_a_manager_used_in_the_call_of_another_issues_its_own_warnings(tmp_path)
 
 def test_a_start_reports_a_warning_that_is_an_error_of_the_manager_before(tmp_path):
     manager = saved(tmp_path)
-    with mock.patch.object(manager._saver, "close", lambda: events.warn("the executor is late")):
+    warn = mock.Mock(side_effect=lambda **_: events.warn("the executor is late"))
+    with mock.patch.object(manager._run.runtime, "close", warn):
         with pytest.raises(UserWarning, match="another manager .*: the executor is late"):
             opened(tmp_path)
     with pytest.raises(errors.FencedError):
@@ -514,7 +515,7 @@ def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path)
         with mock.patch.object(Root, "_collect", collect), warnings.catch_warnings():
             warnings.simplefilter("error")
             model.commit(manager, 2, STATE, touched=MARKS, force_base=True)
-            root: Any = manager._root
+            root: Any = manager._run.root
             root._collected.exception(LIMIT_SECS)
             manager.save(3, STATE, touched=MARKS, force_base=True)
             with pytest.warns(UserWarning, match="could not be removed: ZeroDivisionError"):

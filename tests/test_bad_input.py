@@ -437,13 +437,13 @@ def test_invalid_handlers_are_named(tmp_path, handlers):
 
 def test_a_forked_child_must_create_its_own_manager(tmp_path):
     saver = manager(tmp_path)
-    pid = saver._pid
+    pid = saver._lifetime._pid
     try:
-        saver._pid = pid + 1  # As in a child; a real fork with threads is unsafe.
+        saver._lifetime._pid = pid + 1  # As in a child; a real fork with threads is unsafe.
         with pytest.raises(errors.ClosedError, match="create a manager in the child"):
             saver.save(1, model.initial())
     finally:
-        saver._pid = pid
+        saver._lifetime._pid = pid
         saver.close()
 
 

@@ -359,7 +359,7 @@ def test_retention_drops_what_a_base_replaces_and_deltas_build_on_it(tmp_path):
                 assert run_compaction(tmp_path, step) is not None
                 assert contents(tmp_path, step) == before
             expected, (state, touched) = state, model.train(state, touched, step)
-        one._root._collected.result()
+        one._run.root._collected.result()
         # Step 8 may be gone; the step before the newest was kept when the newest save began.
         assert set(one.all_steps()) <= {8, 9, 10, 11} and 11 in one.all_steps()
         assert os.listdir(tmp_path / "compacted") and not (tmp_path / "compacted/4").exists()

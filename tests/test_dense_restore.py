@@ -346,7 +346,7 @@ def test_small_leaves_are_read_without_a_call_of_orbax(tmp_path, monkeypatch, co
             found += [
                 manager.restore(0, state).state,
                 manager.read_state(0, {"leaves": leaves}).state,
-                OrbaxItems(manager._root, {}).dense(0, None).leaves,
+                OrbaxItems(manager._run.root, {}).dense(0, None).leaves,
             ]
             assert manager.item_metadata(0)["leaves"]["leaf 7"].shape == (2,)
         for one in found:

@@ -336,7 +336,7 @@ def test_the_next_save_reports_the_previous_failure_first(tmp_path, kept):
         with failing_saves(tmp_path, errno.ENOSPC):
             saver.save(1, state)
             flight = saver._saver.in_flight
-            assert flight.pending.released.wait(60)
+            assert flight.pending.rows.released.wait(60)
         with pytest.raises(errors.SaveFailed) as caught:
             saver.save(2, state)
         assert caught.value.saved is not None

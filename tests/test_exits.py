@@ -200,7 +200,7 @@ def test_warnings_are_not_errors_while_the_exit_waits_for_a_save(tmp_path, caplo
     ended = []
 
     class Warns:
-        def end(self, reason: str, ending: exits.Ending) -> None:
+        def end(self, ending: exits.Ending) -> None:
             for name in ("first", "second"):
                 warnings.warn(f"the {name} file could not be removed", stacklevel=1)
             ended.append(ending)

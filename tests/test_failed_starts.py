@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from deltackpt.ledger.directory import Root
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
 from deltackpt.save import exits
+from deltackpt.session.lifetime import Lifetime
 from deltackpt.testing import failing_saves
 from deltackpt.tiers import replicator
 from deltackpt.tiers.replication import ReplicationClient
@@ -389,6 +391,25 @@ def test_a_start_that_is_interrupted_at_its_end_returns_the_claim_or_keeps_it(
     assert place == "directory" or not [*one.stage.aside("").iterdir()]
 
 
+def test_nothing_closes_a_start_again_that_was_interrupted_last(tmp_path, monkeypatch):
+    create, made = Lifetime.__init__, []
+
+    def interrupt(held: Lifetime, *arguments: Any) -> None:
+        create(held, *arguments)
+        made.append(held)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lifetime, "__init__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            opened(tmp_path)
+    monkeypatch.setattr(made[0]._run, "close", lambda: pytest.fail("it is closed already"))
+    opened(tmp_path).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made[0].__del__()
+
+
 def test_a_start_that_the_bucket_does_not_confirm_is_recorded_by_the_uploader(
     node, tmp_path, monkeypatch
 ):
@@ -620,7 +641,7 @@ def test_a_manager_whose_close_is_interrupted_is_usable_or_closed(tmp_path, sigt
     with profiled(stages.setdefault):
         close_by(who, old, tmp_path / "other")
     names = [code.co_qualname for code in stages]
-    first, last = names.index("CheckpointManager._close"), names.index("Root.close")
+    first, last = names.index("Lifetime._close"), names.index("Root.close")
     # The functions of the close itself, and a few after it.
     chosen = [*stages][first : last + 8]
     interrupted = []
@@ -652,7 +673,7 @@ def test_a_manager_whose_close_is_interrupted_is_usable_or_closed(tmp_path, sigt
         except (errors.ClosedError, errors.FencedError):
             is_closed = True
         signal.raise_signal(signal.SIGTERM)
-        assert old._termination.announced(2) == (not is_closed), code.co_qualname
+        assert old._lifetime.termination.announced(2) == (not is_closed), code.co_qualname
         assert len(sigterms) == number + 1
         with opened(root) as following:
             assert following.all_steps() == [1], code.co_qualname
@@ -707,7 +728,7 @@ def test_the_owner_of_a_manager_whose_close_is_interrupted_gets_its_failure_once
     with failing_saves(tmp_path):
         old.save(1, state, touched=marks)
         with pytest.raises(errors.SaveFailed):
-            old._end("another start", "settle")
+            old._lifetime.end("settle")
 
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
@@ -715,7 +736,7 @@ def test_the_owner_of_a_manager_whose_close_is_interrupted_gets_its_failure_once
     with monkeypatch.context() as patch:
         patch.setattr(exits, "uninterrupted", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            old._end("another start", "close")
+            old._lifetime.end("close")
     with pytest.raises(errors.SaveFailed):
         old.wait_until_finished()
     old.close()

@@ -177,12 +177,12 @@ def native(leaf: Any) -> Any:
 
 
 def _inspected(stored: Any, root: Path) -> dict[str, Any]:
-    dense = inspect.open(stored._root.path)[1].dense
+    dense = inspect.open(stored._run.root.path)[1].dense
     return {name: dense[f"leaves/{name}"].value for name in STORABLE}
 
 
 def _served(stored: Any, root: Path) -> dict[str, Any]:
-    with serving.follow(stored._root.path, poll_secs=None) as live:
+    with serving.follow(stored._run.root.path, poll_secs=None) as live:
         live.advance()
         with live.version() as version:
             dense = version.dense
@@ -288,7 +288,7 @@ def test_an_unsupported_leaf_is_refused_before_the_save_starts(name, tmp_path):
             saver.save(1, with_tables({"odd": REFUSED[name], "even": jnp.ones(2)}))
         assert "save again" not in str(caught.value)
         assert "save(items=...)" in str(caught.value)
-        assert not list(saver._root.path.glob("1*"))
+        assert not list(saver._run.root.path.glob("1*"))
         saver.save(1, with_tables({"even": jnp.ones(2)}))
 
 
@@ -483,7 +483,7 @@ def test_64_bit_leaves_are_restored_as_numpy_arrays(wide):
 
 
 def test_the_handlers_also_refuse_to_truncate_64_bits(wide):
-    item = wide._root.step_dir(1) / "embeddings"
+    item = wide._run.root.step_dir(1) / "embeddings"
     asked = placing.abstract_of(deltackpt.reading.stored_saves.read_save(item.parent))
     with pytest.raises(TemplateMismatch, match="table table, .*jax_enable_x64"):
         v0.DeltaHandler().restore(epath.Path(item), args=v0.DeltaRestore(asked))

@@ -204,7 +204,7 @@ INSIDE = {
     "append": (Recorder, "append"),
     "restore": (StepReader, "find"),
     "read": (StepReader, "find"),
-    "wait": (Saver, "wait_finished"),
+    "wait": (Saver, "wait"),
     "delete": (Catalog, "delete"),
     "close": (Saver, "wait_uploaded"),
 }

@@ -160,6 +160,8 @@ SMALL_MODULES = {
     "reading/zarr_arrays.py",
     # `doctor` shows directories even if a dependency of the stores is missing.
     "storage/redaction.py",
+    # A restore notes the state, and a save compares with it; neither imports the other.
+    "session/restored.py",
     # Public: integrations and the test kit.
     "integrations/sparsecore.py",
     "testing/memory_store.py",

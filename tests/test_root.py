@@ -420,11 +420,11 @@ def test_a_step_number_saved_again_after_a_rollback_is_read_again(tmp_path):
     with manager_of(tmp_path) as manager:
         for step in (1, 2, 3):
             model.commit(manager, step, state, touched=touched)
-        before = manager._root.saves()
+        before = manager._run.root.saves()
         result = manager.restore(1, state)
         with pytest.warns(UserWarning, match="rolled-back"):
             model.commit(manager, 2, result.state, touched=result.touched)
-        after = manager._root.saves()
+        after = manager._run.root.saves()
         assert set(after) == {1, 2}
         assert after[1] == before[1]
         assert after[2].save_id.run != before[2].save_id.run

@@ -373,7 +373,7 @@ def test_a_reader_does_not_restore_a_step_that_was_replaced_since_its_last_read(
 def test_a_step_that_is_being_read_is_not_evicted_from_staging(one):
     with one.manager(keep_local=1) as manager:
         one.saves(manager, 1, bases=[1])
-        with manager._root.local(1, "dense") as folder:
+        with manager._run.root.local(1, "dense") as folder:
             saves_each(one, manager, 2, 3, bases=(2, 3))
             assert folder.is_relative_to(one.stage.steps) and [*folder.iterdir()]
             assert 1 in one.local() and 2 not in one.local()

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import model
@@ -26,7 +27,7 @@ from deltackpt.layers import merge
 from deltackpt.maintenance.gc import collect
 from deltackpt.maintenance.verify import verify_root
 from deltackpt.reading import reader, stored_saves
-from deltackpt.testing import STEP_FILES, Disk, TrainingRun, paused_saves, states
+from deltackpt.testing import STEP_FILES, Disk, TrainingRun, failing_saves, paused_saves, states
 from deltackpt.wal.recorder import Recorder
 
 POLICIES = {
@@ -463,6 +464,51 @@ def test_append_saves_a_step_if_the_wal_has_outgrown_the_tables_and_save_does_no
         assert run.append().kind == "full"
         run.save()
         assert manager.all_steps() == [0, 2, 4]
+
+
+@pytest.mark.parametrize("how", ["append", "save", "save_if_due"])
+def test_a_preemption_does_not_save_a_step_again_that_was_just_saved(run, how):
+    with (
+        run.open() as manager,
+        mock.patch.object(manager, "reached_preemption", return_value=True),
+    ):
+        made = getattr(manager, how)(1, run.state, touched=run.touched)
+        with mock.patch.object(manager._saver, "_start", side_effect=AssertionError):
+            assert manager.save_if_due(1, run.state) == getattr(made, "saved", made)
+        assert manager.all_steps() == [1]
+        manager.restore(1, run.state)
+        assert manager.save_if_due(1, run.state).kind is None
+        assert manager.save_if_due(2, run.state).kind is not None
+
+
+@pytest.mark.parametrize("how", ["save", "save_if_due"])
+def test_a_step_whose_save_by_append_failed_is_saved_again(tmp_path, run, how):
+    with (
+        run.open() as manager,
+        mock.patch.object(manager, "reached_preemption", return_value=True),
+    ):
+        with failing_saves(tmp_path):
+            assert manager.append(1, run.state, touched=run.touched).saved is not None
+            with pytest.raises(SaveFailed):
+                manager.wait_until_finished()
+        assert getattr(manager, how)(1, run.state, touched=run.touched).kind == "base"
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+
+
+def test_a_preemption_saves_a_step_again_whose_save_failed_since(tmp_path, run):
+    with (
+        run.open() as manager,
+        mock.patch.object(manager, "reached_preemption", return_value=True),
+    ):
+        with paused_saves(tmp_path, errno.EIO) as held:
+            manager.save(1, run.state, touched=run.touched)
+            held.release()
+            wait_until(lambda: not manager.is_saving_in_progress())
+        with pytest.raises(SaveFailed, match="step 1 is being saved") as failure:
+            manager.save_if_due(1, run.state, touched=run.touched)
+        assert failure.value.saved is not None
+        assert manager.all_steps() == [1]
 
 
 def test_records_below_the_last_two_steps_are_removed(tmp_path, run):

@@ -158,8 +158,8 @@ def test_records_that_fail_at_program_exit_are_reported(run, disk):
     disk.fail("fdatasync", LOG, errno=errno.ENOSPC, times=None)
     run.append()
     with pytest.raises(AppendFailed, match="step 1"):
-        manager._end("the program has ended", "leave")
-    manager._leaving = False  # Suppresses the warning of a manager that was not closed.
+        manager._lifetime.end("leave")
+    manager._lifetime.state = "closed"  # Suppresses the warning of a manager that was not closed.
     disk.clear()
     manager._recorder.close()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from unittest import mock
 
 import google_crc32c
 import made_up_saves
@@ -287,7 +288,7 @@ def test_arrays_that_orbax_wrote_on_several_processes_are_refused(nodes):
     (item_dir / naming.dense_process_dir(1)).mkdir(parents=True)
     batch = FileBatch(at.temporary, fsync=False)
     with pytest.raises(OptionError, match=r"item other: .*Tiers\(shared=False\)"):
-        HandlerItem(object(), []).write(item_dir, batch, at)
+        HandlerItem(mock.Mock(), item_dir, None, at.runtime).write(item_dir, batch, at)
 
 
 def test_files_of_a_handler_belong_to_the_process_that_wrote_them(nodes):
@@ -297,5 +298,5 @@ def test_files_of_a_handler_belong_to_the_process_that_wrote_them(nodes):
         item_dir.mkdir(parents=True)
         (item_dir / f"of.{process}").write_bytes(b"abc")
         batch = FileBatch(at.temporary, fsync=False)
-        HandlerItem(object(), []).write(item_dir, batch, at)
+        HandlerItem(mock.Mock(), item_dir, None, at.runtime).write(item_dir, batch, at)
         assert [*batch.digests] == ([] if process == 0 else ["position/of.1"])

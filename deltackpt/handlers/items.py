@@ -30,12 +30,7 @@ Items = Mapping[str, object]
 class HandlerItem:
     """An item that a handler writes; see ``commit.Item``."""
 
-    def __init__(self, handler: Any, futures: list[Any]):
-        self._handler = handler
-        self._futures = futures
-
-    @classmethod
-    def start(cls, handler: Any, item_dir: Path, args: Any, runtime: Runtime) -> HandlerItem:
+    def __init__(self, handler: Any, item_dir: Path, args: Any, runtime: Runtime):
         """Makes the handler capture its data; training may continue afterwards.
 
         ``item_dir`` exists, in the step's temporary directory; ``runtime`` is a thread for work
@@ -44,11 +39,11 @@ class HandlerItem:
         # Orbax is imported for its handlers alone.
         from deltackpt.handlers.orbax_private import AsyncCheckpointHandler
 
-        directory = epath.Path(item_dir)
-        if not isinstance(handler, AsyncCheckpointHandler):
+        self._handler, self._futures, directory = handler, list[Any](), epath.Path(item_dir)
+        if isinstance(handler, AsyncCheckpointHandler):
+            self._futures = _awaited(handler.async_save(directory, args=args), runtime) or []
+        else:
             handler.save(directory, args=args)
-            return cls(handler, [])
-        return cls(handler, _awaited(handler.async_save(directory, args=args), runtime) or [])
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
         """See ``commit.Item``."""

@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import TypeVar
 
 import jax
@@ -233,12 +232,7 @@ class LoopCheckpoints:
     def __enter__(self) -> LoopCheckpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with chained(error):
             self.close()
 

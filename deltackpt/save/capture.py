@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from deltackpt import codecs, kernels, vocab
@@ -34,7 +33,7 @@ from deltackpt.policies import PlannedCodec
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.save import encode
 from deltackpt.save.encode import Encoded
-from deltackpt.state import placement
+from deltackpt.state import placement, stacks
 from deltackpt.state.stacks import MemberRows, array_of
 
 _T = TypeVar("_T")
@@ -393,12 +392,7 @@ def _gather(data: object, rows: np.ndarray) -> jax.Array:
     if isinstance(data, MemberRows):
         return data.on_device(rows)
     with placement.on_device_of(data):
-        return _gathered(data, rows)
-
-
-@jax.jit
-def _gathered(data: jax.Array, rows: np.ndarray) -> jax.Array:
-    return data.at[rows].get(mode="clip")
+        return stacks.gathered(data, rows)
 
 
 def _gather_on_host(data: object, rows: np.ndarray) -> np.ndarray:
@@ -584,11 +578,6 @@ class PinnedRows(CapturedRows):
             _hold(segment)
 
 
-@jax.jit
-def _device_copy(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.copy(array) for array in arrays]
-
-
 def _hold(segment: SegmentSource) -> None:
     for source in segment.fields.values():
         source.firsts = source.firsts.copy()
@@ -600,5 +589,5 @@ def _hold(segment: SegmentSource) -> None:
             elif isinstance(data, jax.Array):
                 start, stop = (source.bounds[number] - source.firsts[number]).tolist()
                 with placement.on_device_of(data):
-                    [source.data[number]] = _device_copy([data[start:stop]])
+                    source.data[number] = stacks.copied(data[start:stop])
                 source.firsts[number] = source.bounds[number, 0]

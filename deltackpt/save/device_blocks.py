@@ -94,11 +94,11 @@ class _OnDevice(NamedTuple):
     """What a program makes of a leaf; the first axis of all but ``vanished`` is n."""
 
     arrays: dict[str, jax.Array]
-    decoded: jax.Array  # (n, 256); uncoded and unchanged blocks are those of the leaf
     changed: jax.Array
     representable: jax.Array
     squared_error: jax.Array
     squared_norm: jax.Array
+    decoded: jax.Array  # (n, 256); uncoded and unchanged blocks are those of the leaf
     vanished: jax.Array  # share of positive numbers lost; 0 if there are negative ones
 
 
@@ -108,14 +108,7 @@ def _encoded(codec: str, leaf: jax.Array, reference: jax.Array) -> tuple[LeafDel
     assert isinstance(code, Linear)
     with placement.on_device_of(leaf):
         found = _program(code.code, leaf, reference)
-    small = (
-        found.arrays,
-        found.changed,
-        found.representable,
-        found.squared_error,
-        found.squared_norm,
-    )
-    copies = jax.tree.map(placement.host_copy, small)
+    copies = jax.tree.map(placement.host_copy, found[:5])  # All but the decoded values.
     arrays, changed, representable, lost, norm = jax.tree.map(np.asarray, copies)
     coded, left = np.flatnonzero(changed & representable), np.flatnonzero(changed & ~representable)
     stored = code.stored(np.dtype(leaf.dtype))

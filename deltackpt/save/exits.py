@@ -59,7 +59,7 @@ _is_stuck = False
 class Watch:
     """A manager that may have a save in flight when the program ends."""
 
-    def __init__(self, end: Callable[[str, Ending], None], directory: Path, epoch: int = 0):
+    def __init__(self, end: Callable[[Ending], None], directory: Path, epoch: int = 0):
         """Watches until ``cancel()``, or until the manager is garbage-collected.
 
         ``end`` is a method of the manager, which is not kept alive. Unless the manager is only
@@ -82,13 +82,13 @@ class Watch:
         with _lock, contextlib.suppress(ValueError):
             _watched.remove(self)
 
-    def end(self, reason: str, ending: Ending) -> None:
+    def end(self, ending: Ending) -> None:
         """Calls the manager's ``end``, which stops watching if it closes the manager."""
         if ending == "leave":
             self.cancel()
         end = self._end()
         if end is not None:
-            end(reason, ending)
+            end(ending)
 
 
 @contextlib.contextmanager
@@ -141,7 +141,7 @@ def _end_others(
         ]
     for watch in others:
         try:
-            watch.end("another manager of this process was opened on its directory", ending)
+            watch.end(ending)
         except (DeltackptError, Warning) as error:
             failures.append(error)
     return failures
@@ -262,7 +262,7 @@ def _end_all() -> None:
                     ("default" if action == "error" else action, *rest)
                     for action, *rest in warnings.filters
                 ]
-                watch.end("the program has ended", "leave")
+                watch.end("leave")
         except (WaitTimeout, KeyboardInterrupt) as error:
             # An interrupt of this wait abandons the save.
             _is_stuck = True

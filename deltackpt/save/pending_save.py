@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -109,7 +108,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     )
     faults, shared_stamps = lineage.suspected if intent.kind == "delta" else None, {}
     try:
-        sources = Sources(split.layout, split.fields, stamps, runtime)
+        sources = Sources(split, stamps, runtime)
         if since := intent.since or intent.recent:
             sources.stamps.scan(since)
         if embeddings.tracking_audit and marks and embeddings.lineage is not None:
@@ -146,7 +145,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         plans=plans,
         division=sources.division,
         shared_stamps=shared_stamps,
-        lineage=embeddings.lineage,
+        lineage=lineage,
         digests=embeddings.digests,
         tracking=embeddings.tracking,
         rows=rows,
@@ -222,7 +221,7 @@ class PendingSave(Item):
     plans: Plans
     division: Division
     shared_stamps: Mapping[str, int]  # must be equal on other processes; see ``Stamps.shared``
-    lineage: Lineage | None  # knows the compacted bases
+    lineage: Lineage  # knows the compacted bases
     digests: tuple[str, ...]  # see ``Manifest.digests``
     tracking: TrackingName
     rows: CapturedRows
@@ -240,11 +239,6 @@ class PendingSave(Item):
     def doubt(self) -> str | None:
         """Returns why all rows are saved, if the touched ones were not trusted."""
         return self.faults if self.intent.kind == "base" else None
-
-    @property
-    def released(self) -> threading.Event:
-        """Returns an event that is set once nothing refers to the training state."""
-        return self.rows.released
 
     def wait_copied(self) -> None:
         """Waits until staged rows are copied from the training state; pinned rows stay in it."""
@@ -306,9 +300,8 @@ class PendingSave(Item):
         data = shard_writer.write_manifest(item_dir, record, batch)
         if has_digests and not is_delta:
             commit.write_digests(batch, item_dir.name, naming.STEP_DIGESTS)
-        if self.lineage is not None:
-            written = Written(google_crc32c.value(data), record.nbytes, record.compacted)
-            self.lineage.wrote(self.intent.save_id, written)
+        written = Written(google_crc32c.value(data), record.nbytes, record.compacted)
+        self.lineage.wrote(self.intent.save_id, written)
         self.event = dataclasses.replace(event, bytes_written=event.bytes_written + len(data))
 
     def _write_arrays(
@@ -350,10 +343,6 @@ class PendingSave(Item):
         """Returns the manifest without anything about the files."""
         intent, layout = self.intent, self.layout
         is_first, has_several = writers.process == 0, writers.count > 1
-        compacted = None
-        if self.lineage is not None and is_first:
-            # Process 0 informs the others about compaction.
-            compacted = self.lineage.newest_compacted()
         held = {segment.group for segment in segments} if has_several else ()
         covers = (self.division.cover(group) for group in layout.groups if group.name in held)
         return Manifest(
@@ -376,7 +365,8 @@ class PendingSave(Item):
             dense_blocks=None if dense is None else dense.record,
             dense_bytes=self.base_dense_bytes,
             restores=intent.restores,
-            compacted=compacted,
+            # Process 0 informs the others about compaction.
+            compacted=self.lineage.newest_compacted() if is_first else None,
             parents=intent.parents if is_first else (),
             tracking=self.tracking if is_first else "",
             owned_cells=self.division.owned_cells if has_several else {},

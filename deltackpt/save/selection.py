@@ -25,7 +25,6 @@ from deltackpt.cached import cached_property
 from deltackpt.errors import TableSelectionError, TrackingError
 from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import Cover, Layout, TableEntry
-from deltackpt.format.naming import Leaf
 from deltackpt.format.records import IdentityCache
 from deltackpt.format.row_blocks import CyclicRows, FieldSpec, GroupEntry, RowSet, Span, width
 from deltackpt.resources.runtime import Runtime
@@ -33,6 +32,7 @@ from deltackpt.save import capture
 from deltackpt.save.capture import FieldSource, SegmentSource
 from deltackpt.state import placement
 from deltackpt.state.stacks import MemberRows
+from deltackpt.state.tables import Split
 
 #: Columns of the fields that are as wide as the table, and the virtual rows.
 Where = tuple[Span, RowSet]
@@ -436,19 +436,13 @@ TouchedRows = Callable[[str, RowSet], np.ndarray]
 class Sources:
     """The parts of the training state that this process reads for one save."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        leaves: Mapping[str, Mapping[str, Leaf]],
-        stamps: StampsByTable,
-        runtime: Runtime,
-    ):
+    def __init__(self, split: Split, stamps: StampsByTable, runtime: Runtime):
         """Determines which rows of which fields to read; ``stamps`` may be empty for a base."""
-        self.layout = layout
-        self.division = divide(layout, leaves, stamps)
+        self.layout = split.layout
+        self.division = divide(split.layout, split.fields, stamps)
         self._found = {
             group: {
-                where: {name: plan.source_of(leaves) for name, plan in plans.items()}
+                where: {name: plan.source_of(split.fields) for name, plan in plans.items()}
                 for where, plans in by_rows.items()
             }
             for group, by_rows in self.division.fields.items()

@@ -90,7 +90,7 @@ def sample_restored(split: Split, fresh: TouchState, runtime: Runtime) -> Sample
     """Samples a state that was just restored, in which no row was touched."""
     keys = matched(fresh, split.layout)
     stamps = {table: {"": fresh.stamps[key]} for table, key in keys.items()}
-    sources = Sources(split.layout, split.fields, stamps, runtime)
+    sources = Sources(split, stamps, runtime)
     return {plan.key: _sampled(sources, plan, None, None) for plan in _plans(sources)}
 
 

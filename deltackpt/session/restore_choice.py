@@ -237,7 +237,7 @@ class RestoreChooser:
         if choice is None:
             raise StepNotFound(
                 f"{self._shown(requested)}: expected a committed step, or a recovery point above "
-                f"one, found neither; {self.describe_nearest(_number(requested))}"
+                f"one, found neither; {self._describe_nearest(requested)}"
             )
         return choice
 
@@ -271,11 +271,12 @@ class RestoreChooser:
         return StepGone(
             f"{self._shown(requested)}: expected it to stay while it was read, found it removed: "
             "retention removes steps, and WAL records go once later steps are committed; "
-            f"{self.describe_nearest(_number(requested))}"
+            f"{self._describe_nearest(requested)}"
         )
 
-    def describe_nearest(self, number: int) -> str:
-        """Describes the restorable steps and points nearest to a step, as seen by this process."""
+    def _describe_nearest(self, requested: int | RecoveryPoint) -> str:
+        """Describes the restorable steps and points nearest to one, as seen by this process."""
+        number = requested if isinstance(requested, int) else requested.step
         steps, found = self._run.root.restorable(), list[RecoveryPoint]()
         with contextlib.suppress(RestoreError, StorageError):  # The steps are known anyway.
             found = self.points()
@@ -291,7 +292,3 @@ def _readable(wal: WalReader) -> WalIndex:
     index = wal.read()
     index.require_topics()
     return index
-
-
-def _number(requested: int | RecoveryPoint) -> int:
-    return requested if isinstance(requested, int) else requested.step

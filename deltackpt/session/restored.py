@@ -27,22 +27,14 @@ _HOST_MEMORY = "pinned_host"
 _PLACED = (jax.sharding.NamedSharding, jax.sharding.SingleDeviceSharding)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class RestoredState:
     """The restored state; keeps no array alive."""
 
-    fields: tuple[Callable[[], object], ...]  # the arrays of tables and slots
-    dense: tuple[Callable[[], object], ...]
-    equals: Callable[[Split], bool]  # reads the step again; the same result on every process
-
-    @classmethod
-    def from_split(cls, split: Split, equals: Callable[[Split], bool]) -> RestoredState:
-        """Notes a restored state."""
-        return cls(
-            tuple(map(_reference, arrays_of(split))),
-            tuple(map(_reference, jax.tree.leaves(split.dense))),
-            equals,
-        )
+    def __init__(self, split: Split, equals: Callable[[Split], bool]):
+        """Notes a state; ``equals`` reads the step again, with the same result on every process."""
+        self._fields = [*map(_reference, arrays_of(split))]
+        self._dense = [*map(_reference, jax.tree.leaves(split.dense))]
+        self._equals = equals
 
     def is_same(
         self, split: Split, coordinator: Coordinator, *, marked: bool, hashed: bool
@@ -52,12 +44,12 @@ class RestoredState:
         If rows are ``marked`` as touched, it is another one; if ``hashed``, fingerprints prove that
         no row has changed.
         """
-        known = not marked and _are(self.dense, jax.tree.leaves(split.dense))
-        known = known and (hashed or _are(self.fields, [*arrays_of(split)]))
+        known = not marked and _are(self._dense, jax.tree.leaves(split.dense))
+        known = known and (hashed or _are(self._fields, [*arrays_of(split)]))
         found = coordinator.gather("comparing the state with the restored one", [marked, known])
         if any(marked for marked, _ in found):
             return False
-        return all(known for _, known in found) or self.equals(split)
+        return all(known for _, known in found) or self._equals(split)
 
 
 def to_compare(split: Split) -> Split:
@@ -83,7 +75,7 @@ def _reference(leaf: object) -> Callable[[], object]:
     return (lambda: None) if isinstance(leaf, np.ndarray) else (lambda: leaf)
 
 
-def _are(restored: tuple[Callable[[], object], ...], leaves: list[Leaf]) -> bool:
+def _are(restored: list[Callable[[], object]], leaves: list[Leaf]) -> bool:
     return len(restored) == len(leaves) and all(
         known() is leaf for known, leaf in zip(restored, leaves, strict=True)
     )

@@ -451,7 +451,7 @@ class Restorer:
         restores = found.target.head.restores
         run.lineage.adopt(known, base_bytes=sizes[0], restores=restores, run=drawn)
         run.restored, run.deleted = found.step, None
-        state_at = RestoredState.from_split(split, functools.partial(self._equals, choice))
+        state_at = RestoredState(split, functools.partial(self._equals, choice))
         run.restored_state = run.position, state_at
         if run.dense is not None and found.recorded is None and found.expected is not None:
             self._keep_references(run.dense, found, split)

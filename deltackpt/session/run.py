@@ -244,6 +244,18 @@ class WalHooks:
         end.
         """
 
+    def wait(self, timeout_secs: float) -> object:
+        """Waits until all records of this process are durable; raises why they are not."""
+
+    def wait_trimmed(self) -> None:
+        """Waits until trimming has ended; only a later call of this manager starts it again."""
+
+    def wait_durable_or_warn(self) -> None:
+        """Waits until all records are durable or failed, and trimming has ended."""
+
+    def close(self) -> None:
+        """Ends the writer once all records are durable, or have failed."""
+
 
 def keeper(options: Dense, runtime: Runtime) -> DenseKeeper:
     """Creates the object that copies dense leaves for blocks and keeps their decoded values."""
@@ -468,6 +480,21 @@ class Run:
     def ledger(self) -> Root | ReplicationClient:
         """Returns the object that starts, rolls back and removes steps, in the tiers too."""
         return self.local if self.replication is None else self.replication
+
+    def close(self) -> None:
+        """Closes everything that the manager has opened, even after an error."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.opened.close)
+            if self.topic is not None:
+                stack.callback(self.topic.close)
+            stack.callback(self.coordinator.close)
+            for handler in self.extra.values():
+                if hasattr(handler, "close"):
+                    stack.callback(handler.close)
+            stack.callback(self.runtime.close, wait=False)
+            stack.callback(self.wal.close)
+            if self.replication is not None:
+                stack.callback(self.replication.stop_waiting)
 
     def check_lease(self, *, refresh: bool = False) -> None:
         """Checks before every commit that no other trainer has taken over; raises FencedError.

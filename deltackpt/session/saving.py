@@ -11,9 +11,12 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import reprlib
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -21,36 +24,147 @@ from deltackpt import events
 from deltackpt.errors import (
     Damaged,
     DeltackptError,
+    OptionError,
+    OutOfSpace,
     ProcessMissing,
     SaveFailed,
     StorageError,
+    TrackingError,
+    TrackingFailed,
     UnsupportedLeaf,
     WaitTimeout,
 )
 from deltackpt.format import naming
-from deltackpt.format.naming import PyTree
+from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.handlers import orbax_dense
-from deltackpt.handlers.items import HandlerItem, Metrics, save_args
+from deltackpt.handlers.items import HandlerItem, Items, Metrics, save_args
 from deltackpt.lazy_import import ocp
 from deltackpt.ledger import directory
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
+from deltackpt.policies import Decision
 from deltackpt.resources.runtime import Task, no_thread
 from deltackpt.save import commit, dense_layout, pending_save
-from deltackpt.save.commit import Item, StepTransaction, StepWriters
+from deltackpt.save.commit import Committed, Item, StepTransaction, StepWriters
 from deltackpt.save.dense_save import DenseLeaves
 from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.pending_save import Embeddings, PendingSave, RefusedSave, base_bytes
+from deltackpt.save.tracking_audit import TrackingVerifier
 from deltackpt.session import retention
 from deltackpt.session.restored import arrays_of
 from deltackpt.session.retention import CommittedStep, StepMetadata
 from deltackpt.session.run import HASHED, Run
-from deltackpt.session.save_call import Done, Failure, InFlight, SaveArguments
 from deltackpt.state import placement
 from deltackpt.state import tables as state_tables
 from deltackpt.state.tables import Split
-from deltackpt.state.touch_state import TouchState
+from deltackpt.state.touch_state import Marks, TouchState, match_marks
 from deltackpt.storage.posix import DurableDir
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SaveArguments:
+    """The arguments of ``save()`` other than step and state; ``ids`` is from ``append()``."""
+
+    touched: TouchState | None = None
+    items: Items | None = None
+    metrics: Mapping[str, float] | None = None
+    force_base: bool = False
+    custom_metadata: Mapping[str, object] | None = None
+    ids: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("metrics", "custom_metadata"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _as_json(name, given))
+        if not (self.touched is None or isinstance(self.touched, TouchState)):
+            raise OptionError(
+                "touched: expected a TouchState from deltackpt.touched.init() or mark(), found "
+                f"{type(self.touched).__name__}; pass its result"
+            )
+
+    @property
+    def save_unchanged(self) -> bool:
+        """Whether the arguments require a save even if the state is the restored one."""
+        others = self.items, self.metrics, self.custom_metadata, self.ids
+        return self.force_base or any(others)
+
+
+def _as_json(name: str, given: object) -> dict[str, object]:
+    """Returns a copy as JSON values; scalars of numpy and jax become numbers."""
+    if not isinstance(given, Mapping):
+        raise OptionError(f"{name}: expected a mapping, found {type(given).__name__}")
+    try:
+        return json.loads(json.dumps(dict(given), default=_number))
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # Of ``item()``, too.
+        raise OptionError(
+            f"{name}: expected JSON values, found {reprlib.repr(given)}: {error}; pass numbers, "
+            "strings, lists and dicts; convert arrays with .tolist()"
+        ) from error
+
+
+def _number(value: Leaf) -> object:
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not one of these")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Failure:
+    """A save that failed in the background."""
+
+    step: int
+    cause: Exception
+
+    def error(self, taken: Saved | None) -> SaveFailed:
+        """Returns the error to raise from ``cause``; ``taken`` is the save made since then."""
+        cause = self.cause
+        is_known = isinstance(cause, DeltackptError)
+        detail = str(cause) if is_known else f"{type(cause).__name__}: {cause}"
+        is_doubtful = is_known and cause.leaves_doubt
+        if taken is not None:
+            follow = f"step {taken.step} is being saved"
+            follow += "" if is_doubtful else " and contains its rows"
+        elif is_doubtful:
+            follow = "the next save is a base"
+        else:
+            follow = "no touched row is lost, save again"
+            if isinstance(cause, OutOfSpace):
+                follow = f"keep fewer steps; {follow}"
+        kind = TrackingFailed if is_doubtful else SaveFailed
+        error = kind(f"the save of step {self.step} failed: {detail}; {follow}")
+        error.saved = taken
+        return error
+
+
+class Done(NamedTuple):
+    """The result of the background half of a committed save."""
+
+    room_secs: float  # how long it waited for room
+    committed: Committed
+    warnings: tuple[str, ...]  # about other problems
+
+
+@dataclasses.dataclass(eq=False)
+class InFlight:
+    """The save in flight."""
+
+    step: int
+    temporary: Path
+    pending: PendingSave | RefusedSave  # its tables, or why this process cannot save them
+    future: Future[Done]
+    started: float  # when ``save()`` was called, ``time.perf_counter()``
+    blocked_secs: float = 0.0  # how long ``save()`` blocked
+
+    @property
+    def is_reported(self) -> bool:
+        """Returns whether ``save()`` itself raised the error."""
+        return isinstance(self.pending, RefusedSave)
+
+    @property
+    def is_lost(self) -> bool:
+        """Returns whether the save failed and the failure was not reported yet."""
+        return self.future.done() and self.future.exception() is not None
+
 
 #: Names by which Orbax finds the handlers of items; the classes would import Orbax.
 _ORBAX_HANDLERS = {
@@ -70,6 +184,7 @@ class Saver:
         self._run = run
         self._owner = owner
         self._retention = retention.policy_of(run.options)
+        self._verifier = TrackingVerifier()
         #: The save that was not waited for yet.
         self.in_flight: InFlight | None = None
         #: The step of a save that was put off.
@@ -82,6 +197,10 @@ class Saver:
         self._leftovers: list[Path] = []
         #: A failure of which a restore or read has only warned; the next save raises it.
         self.unreported: Failure | None = None
+        #: The save that was started last, until it fails or steps are read: training may go back.
+        self._newest: Saved | None = None
+        #: It, if the last ``append()`` made it instead of writing a WAL record.
+        self.saved_by_append: Saved | None = None
 
     # On the training thread.
 
@@ -120,10 +239,18 @@ class Saver:
                 self._collect()
             raise
         if saved.kind is not None:
+            self._newest = saved
             self._warn_of_tracking(is_first)
         if failure is not None:
             raise failure.error(saved) from failure.cause
         return saved
+
+    def saved(self, step: int) -> Saved | None:
+        """Waits for a save of this step, if it was the last one; None if it was not, or failed."""
+        if self._newest is not None and self._newest.step == step:
+            self.unreported = self.wait_finished(self._run.options.timeouts.save_secs)
+            return self._newest
+        return None
 
     def should_save(
         self, step: int, metrics: Mapping[str, float] | None, preempted: Callable[[int], bool]
@@ -161,6 +288,34 @@ class Saver:
         """Splits a state into tables, slots, dense leaves and marks; raises UnsupportedLeaf."""
         state_tables.check_touched(touched)
         return state_tables.split(state, self._run.choice, dense_fault=orbax_dense.fault)
+
+    def next(self, state: PyTree, touched: TouchState | None) -> Decision:
+        """Returns the decision about the next save; see ``CheckpointManager.next_save``."""
+        split = self.split_all(state, touched)
+        if (tracker := self._run.tracking.chosen(split, touched)) is not None:
+            clocks = pending_save.clocks_of(split, (Marks("", tracker.touched),))
+        else:
+            clocks = self._run.clocks(split, touched)
+        return self._run.lineage.next(clocks=clocks, layout=split.layout)
+
+    def verify_tracking(self, state: PyTree, touched: TouchState | None) -> bool:
+        """See ``CheckpointManager.verify_tracking``."""
+        split = self.split_all(state, touched)
+        if self._run.tracking.chosen(split, touched) is not None:
+            raise OptionError(
+                "verify_tracking: expected a TouchState, found none, so fingerprints check "
+                "every row; pass touched= or keep the TouchState in the state"
+            )
+        marks = pending_save.marks_of(split, touched)
+        if marks:
+            match_marks(marks, split.layout)  # Its error makes no row doubtful.
+        try:
+            return self._verifier.verify(split, marks, pending_save.clocks_of(split, marks))
+        except TrackingError:
+            reason = "verify_tracking found rows that are not marked"
+            self._run.suspect(reason)
+            self._run.wal.distrust(reason)
+            raise
 
     def _start(self, step: int, state: PyTree, arguments: SaveArguments, started: float) -> Saved:
         run = self._run
@@ -206,13 +361,13 @@ class Saver:
         run.wal.saved()
         run.tracking.saved()
         # A delta has copied its rows. While a base is written, arrays of numpy can change in place.
-        if not pending.released.is_set() and (
+        if not pending.rows.released.is_set() and (
             run.options.deltas.base_snapshot == "block"
             or not all(isinstance(array, jax.Array) for array in arrays_of(split))
         ):
             limit = run.options.timeouts.save_secs
             with run.runtime.pace.lifted():
-                if not pending.released.wait(limit):
+                if not pending.rows.released.wait(limit):
                     raise WaitTimeout(
                         f"step {step}: expected its tables to be written within {limit} s "
                         "(timeouts.save_secs), found the write still running; check the storage"
@@ -233,7 +388,15 @@ class Saver:
         touched = run.tracking.touch_state(split, arguments.touched)
         return run.is_restored(split, touched, differs=differs)
 
-    def _capture_tables(self, step: int, split: Split, arguments: SaveArguments) -> PendingSave:
+    def _capture(
+        self,
+        step: int,
+        temporary: Path,
+        split: Split,
+        arguments: SaveArguments,
+        items: dict[str, Item],
+    ) -> PendingSave:
+        """Captures all items of a step into ``items``, which the caller drops after an error."""
         run = self._run
         embeddings = Embeddings(
             split=split,
@@ -248,19 +411,7 @@ class Saver:
             digests=("item", "step"),
             fsync=run.fsync,
         )
-        return pending_save.capture(embeddings, step, run.local.step_dir(step))
-
-    def _capture(
-        self,
-        step: int,
-        temporary: Path,
-        split: Split,
-        arguments: SaveArguments,
-        items: dict[str, Item],
-    ) -> PendingSave:
-        """Captures all items of a step into ``items``, which the caller drops after an error."""
-        run = self._run
-        pending = items[run.item] = self._capture_tables(step, split, arguments)
+        pending = items[run.item] = pending_save.capture(embeddings, step, run.local.step_dir(step))
         if split.layout.dense:
             item = self._dense(step, temporary, split, pending)
             if item is not None:
@@ -310,7 +461,7 @@ class Saver:
 
     def _start_item(self, item_dir: Path, handler: object, args: object) -> HandlerItem:
         DurableDir(self._run.local.path, fsync=False).make(item_dir)
-        return HandlerItem.start(handler, item_dir, args, self._run.runtime)
+        return HandlerItem(handler, item_dir, args, self._run.runtime)
 
     def _writers(self, step: int, attempt: int) -> StepWriters:
         run = self._run
@@ -509,6 +660,17 @@ class Saver:
         self.unreported = None
         return failure
 
+    def wait(self, timeout_secs: float) -> None:
+        """Waits for the save in flight; raises, once, its failure or that of an earlier one."""
+        self.unreported = self._wait_finished(timeout_secs) or self.unreported
+        self.raise_unreported()
+
+    def raise_unreported(self) -> None:
+        """Raises the failure that was not raised yet, if there is one."""
+        failure, self.unreported = self.unreported, None
+        if failure is not None:
+            raise failure.error(None) from failure.cause
+
     def _wait_finished(self, timeout_secs: float) -> Failure | None:
         """Waits for the save in flight, if any, and reports it; returns its failure."""
         flight, run = self.in_flight, self._run
@@ -570,7 +732,7 @@ class Saver:
         run = self._run
         if not isinstance(cause, Exception):
             cause = SaveFailed(f"{cause!r} ended its thread")
-        failure = Failure(flight.step, cause)
+        failure, self._newest, self.saved_by_append = Failure(flight.step, cause), None, None
         if isinstance(flight.pending, PendingSave):
             run.lineage.failed(flight.pending.intent.save_id)
         if isinstance(cause, DeltackptError) and cause.leaves_doubt:
@@ -582,16 +744,9 @@ class Saver:
             run.emit_failure("save", flight.step, failure.cause, flight.started)
         return failure
 
-    def close(self) -> None:
-        """Stops the threads once they are done, and closes the handlers."""
-        self._run.runtime.close(wait=False)
-        for handler in self._run.extra.values():
-            if hasattr(handler, "close"):
-                handler.close()
-
     def wait_finished_or_warn(self) -> None:
         """Warns about a failed save before a restore; a later call raises the error."""
-        flight = self.in_flight
+        flight, self._newest, self.saved_by_append = self.in_flight, None, None
         failure = self._wait_finished(self._run.options.timeouts.close_secs)
         if failure is not None:
             events.warn(f"the save of step {failure.step} failed: {failure.cause}")

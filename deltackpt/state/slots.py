@@ -62,13 +62,10 @@ def optimizer_leaves(tree: PyTree, flat: Flat) -> list[bool | None]:
     return answer
 
 
-def is_always(slot: Slot, always: str | Sequence[str]) -> bool:
-    """Returns whether a slot is a factored statistic or has the name, or last component, given."""
-    patterns = [always] if isinstance(always, str) else always
-    last = slot.name.rpartition("/")[2]
-    return slot.always or any(
-        paths.matches(pattern, slot.name) or paths.matches(pattern, last) for pattern in patterns
-    )
+def is_always(name: str, always: str | Sequence[str]) -> bool:
+    """Returns whether a pattern in ``always`` matches a slot's name, or its last component."""
+    patterns, last = [always] if isinstance(always, str) else always, name.rpartition("/")[2]
+    return any(paths.matches(each, name) or paths.matches(each, last) for each in patterns)
 
 
 def _is_named_tuple(node: object) -> bool:

@@ -248,7 +248,7 @@ class MemberRows:
         chunks = self._local_chunks()
         if not self.on_host:
             chunks = tuple(
-                (row, _copied(chunk[row - first : row - first + count]))
+                (row, copied(chunk[row - first : row - first + count]))
                 for first, chunk in chunks
                 for row, _, count in self.stack.runs(self.member.name)
                 if first <= row < first + len(chunk)
@@ -294,7 +294,7 @@ class MemberRows:
         width = self.member.width if self.columns else None
         if coordination.process_count() == 1:
             with placement.on_device_of(self.array):
-                return _gathered(self.array, rows, width=width)
+                return gathered(self.array, rows, width=width)
         # One process cannot run a program on an array of several processes: each device gathers
         # its own rows.
         out: jax.Array | None = None
@@ -308,7 +308,7 @@ class MemberRows:
             padding = (1 << max(0, len(at) - 1).bit_length()) - len(at)
             if len(at):
                 local = np.pad(rows[at] - first, (0, padding))
-                found = jax.device_put(_gathered(chunk, local, width=width), device)
+                found = jax.device_put(gathered(chunk, local, width=width), device)
                 at = np.pad(at.astype(np.int32), (0, padding), constant_values=len(ids))
                 out = _placed_at(out, at, found)
         assert out is not None
@@ -330,7 +330,8 @@ class MemberRows:
 
 
 @jax.jit
-def _copied(rows: jax.Array) -> jax.Array:
+def copied(rows: jax.Array) -> jax.Array:
+    """Returns a copy on the same device."""
     return jnp.copy(rows)
 
 
@@ -340,7 +341,8 @@ def _placed_at(out: jax.Array, rows: np.ndarray, found: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="width")
-def _gathered(array: jax.Array, rows: np.ndarray, *, width: int | None) -> jax.Array:
+def gathered(array: jax.Array, rows: np.ndarray, *, width: int | None = None) -> jax.Array:
+    """Returns rows of an array on its device, without the columns from ``width`` on."""
     found = array.at[rows].get(mode="clip")
     return found if width is None else found[:, :width]
 

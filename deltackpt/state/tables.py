@@ -513,14 +513,14 @@ def _choose(
     chosen = paths.choose(tables.select, flat, outside)
     paths.check_tables("select", flat, chosen)
     found = {i: TableFields(names[i], {row_blocks.VALUES: (i, False)}) for i in chosen}
-    explicit = _explicit_slots(tables, found, flat, names, usable)
+    explicit = _explicit_slots(tables, found, flat, usable)
     if tables.slots is None or tables.slots:
         searched = [i for i in chosen if i not in explicit]
         for slot in slots.find_slots(flat, searched, optimizer):
             if slot.leaf not in tracked:
-                always = slots.is_always(slot, tables.always)
+                always = slot.always or slots.is_always(slot.name, tables.always)
                 found[slot.table].fields[row_blocks.slot_field(slot.name)] = (slot.leaf, always)
-    _add_keys(tables, found, flat, names, usable)
+    _add_keys(tables, found, flat, usable)
     _check_always(tables.always, found)
     _check_taken_once(found, names)
     _check_names([names[i] for table in found.values() for i, _ in table.fields.values()], names)
@@ -545,7 +545,7 @@ def _check_names(taken: list[str], names: list[str]) -> None:
 
 
 def _explicit_slots(
-    tables: Tables, found: dict[int, TableFields], flat: Flat, names: list[str], usable: list[int]
+    tables: Tables, found: dict[int, TableFields], flat: Flat, usable: list[int]
 ) -> set[int]:
     """Gives tables the slots that the user declared; returns positions of these tables."""
     concerned = set()
@@ -553,23 +553,20 @@ def _explicit_slots(
         for i in _matching("slots", pattern, found):
             concerned.add(i)
             for slot, select in declared.items():
-                leaf = _declared_leaf(found[i].name, slot, select, flat, names, usable)
+                leaf = _declared_leaf(found[i].name, slot, select, flat, usable)
                 rows, shape = flat.leaves[i].shape[0], getattr(flat.leaves[leaf], "shape", ())
                 fault = paths.table_fault(flat.leaves[leaf])
                 if fault or shape[:1] != (rows,):
                     raise TableSelectionError(
                         f"slots: slot {slot!r} of table {found[i].name}: expected {rows} rows, "
-                        f"found that {names[leaf]} {fault or f'has shape {tuple(shape)}'}"
+                        f"found that {flat.names[leaf]} {fault or f'has shape {tuple(shape)}'}"
                     )
-                candidate = slots.Slot(i, leaf, slot, False)
-                always = slots.is_always(candidate, tables.always)
+                always = slots.is_always(slot, tables.always)
                 found[i].fields[row_blocks.slot_field(slot)] = (leaf, always)
     return concerned
 
 
-def _add_keys(
-    tables: Tables, found: dict[int, TableFields], flat: Flat, names: list[str], usable: list[int]
-) -> None:
+def _add_keys(tables: Tables, found: dict[int, TableFields], flat: Flat, usable: list[int]) -> None:
     if tables.key is None:
         return
     field = row_blocks.slot_field(row_blocks.KEY_SLOT)
@@ -582,12 +579,12 @@ def _add_keys(
                     f"key: expected one key column and no slot {row_blocks.KEY_SLOT!r} of table "
                     f"{table.name}, found two; name one of them"
                 )
-            leaf = _declared_leaf(table.name, row_blocks.KEY_SLOT, select, flat, names, usable)
+            leaf = _declared_leaf(table.name, row_blocks.KEY_SLOT, select, flat, usable)
             rows, column = flat.leaves[i].shape[0], flat.leaves[leaf]
             fault = paths.table_fault(column) or vocab.column_fault(column.shape, column.dtype)
             if fault or column.shape[0] != rows:
                 raise TableSelectionError(
-                    f"key: table {table.name}, {names[leaf]}: "
+                    f"key: table {table.name}, {flat.names[leaf]}: "
                     f"{fault or f'expected {rows} rows, found {column.shape[0]}'}"
                 )
             table.fields[field], table.key = (leaf, False), field
@@ -598,9 +595,7 @@ def _matching(option: str, pattern: str, found: dict[int, TableFields]) -> list[
     return [i for i, table in found.items() if paths.matches(pattern, table.name)]
 
 
-def _declared_leaf(
-    table: str, slot: str, select: Select, flat: Flat, names: list[str], usable: list[int]
-) -> int:
+def _declared_leaf(table: str, slot: str, select: Select, flat: Flat, usable: list[int]) -> int:
     """Returns the position of the one leaf that a declared slot names."""
     if isinstance(select, str):
         select = select.replace("{table}", table).replace("{name}", table.rpartition("/")[2])
@@ -608,7 +603,7 @@ def _declared_leaf(
     if len(matched) != 1:
         raise TableSelectionError(
             f"slots: slot {slot!r} of table {table}: expected one leaf, found\n"
-            f"{paths.listed(names[i] for i in matched)}\n"
+            f"{paths.listed(flat.names[i] for i in matched)}\n"
             "'{table}' and '{name}' in a path are replaced by the table's path and its last "
             "component"
         )
@@ -623,7 +618,7 @@ def _check_always(always: Sequence[str], found: dict[int, TableFields]) -> None:
         if field != row_blocks.VALUES
     }
     for pattern in [always] if isinstance(always, str) else always:
-        if not any(slots.is_always(slots.Slot(0, 0, name, False), pattern) for name in names):
+        if not any(slots.is_always(name, pattern) for name in names):
             raise TableSelectionError(
                 f"always: pattern {pattern!r} matches no slot; the slots are\n{paths.listed(names)}"
             )

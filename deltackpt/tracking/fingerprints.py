@@ -24,9 +24,7 @@ from deltackpt.format.manifest import Layout
 from deltackpt.state import placement, touch_state
 from deltackpt.state.touch_state import (
     UNKNOWN,
-    Marks,
     TouchState,
-    match_marks,
     new_identity,
     with_more_rows,
 )
@@ -104,26 +102,6 @@ def _hashed_slots(layout: Layout) -> dict[str, list[str]]:
     }
 
 
-def verify_tracking(
-    before: Mapping[str, object],
-    fields: Fields,
-    touched: TouchState,
-    since_clock: int,
-    layout: Layout,
-) -> None:
-    """Checks that every row that changed since ``before`` is marked.
-
-    ``before`` is what ``fingerprints`` returned at clock ``since_clock``; the rest is the current
-    state.
-
-    Raises:
-      TrackingError: rows changed without being marked; the message lists every such table and its
-        rows.
-    """
-    stamps = match_marks([Marks("", touched)], layout)
-    check_marked(before, fingerprints(fields, layout), stamps, {"": since_clock})
-
-
 @placement.neutral()
 def check_marked(
     before: Mapping[str, Any],
@@ -138,15 +116,6 @@ def check_marked(
     """
     faults = []
     for table, rows in now.items():
-        if table not in before:
-            raise TrackingError(
-                f"table {table}: expected earlier fingerprints, found none; include the table"
-            )
-        if before[table].shape != rows.shape:
-            raise TrackingError(
-                f"table {table}: expected {before[table].shape[0]} rows as before, found "
-                f"{rows.shape[0]}; compute the fingerprints again after a table has grown"
-            )
         missed = _changed(_like(before[table], rows), rows)
         for place, marked in stamps[table].items():
             untouched = jnp.asarray(marked) <= since[place]

@@ -190,7 +190,7 @@ def _changed_rows(
     tables = [prefix + i for i in chosen]
     after = _flatten({"params": params, "opt_state": new}).leaves
     for slot in slots.find_slots(both, tables, optimizer):
-        if slots.is_always(slot, always):
+        if slot.always or slots.is_always(slot.name, always):
             continue
         name = path_name(both.paths[slot.table][1:])
         before, now = jnp.asarray(both.leaves[slot.leaf]), jnp.asarray(after[slot.leaf])

@@ -23,7 +23,6 @@ class EndedWal(WalHooks):
     def __init__(self, run: Run):
         self._run = run
         self._location = run.root.wal_location
-        self.begun = ""
 
     def start_epoch(self, split: Split) -> None:
         """See ``WalHooks``: writes a header if the directory has a WAL."""

@@ -169,7 +169,7 @@ class UncheckedRows:
         if any(clock < after[place] for place, clock in found.items()):
             return None  # Training has gone back to a state from before the last calls.
         stamps = match_marks(marks, split.layout)
-        sources = Sources(split.layout, split.fields, stamps, runtime)
+        sources = Sources(split, stamps, runtime)
         given = virtual_rows(self._rows.rows(), split.layout)
         touched = {
             clock: _all_touched(sources, clocks) for clock, clocks in enumerate((before, after))

@@ -140,7 +140,7 @@ def segments_of(
 ) -> tuple[Sources, TouchedRows | None, list[SegmentSource]]:
     """Returns what this process reads, the named and pending rows, and the rows of a record."""
     layout = split.layout
-    sources = Sources(layout, split.fields, match_marks(marks, layout) if marks else {}, runtime)
+    sources = Sources(split, match_marks(marks, layout) if marks else {}, runtime)
     if rows is not None:
         named, nothing = virtual_rows(rows, layout), np.empty(0, np.int64)
 
