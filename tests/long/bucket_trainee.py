@@ -252,6 +252,8 @@ class Training:
         """Asserts that saves fail while the staging directory is away and do not recreate it."""
         self._manager.wait_until_finished()
         away = away_of(self._stage)
+        if removed:  # After a kill, what is left of it is not moved back.
+            away = away.with_name(f"{away.name}.{self._branch}")
         self._stage.rename(away)
         self._tell("moves its stage", removed=removed)
         while removed and away.exists():  # Its uploader still removes files, too.
