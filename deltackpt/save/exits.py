@@ -45,7 +45,7 @@ _STARTING_SECS = 0.001
 #: Interval at which a wait checks its thread.
 _LOOKING_SECS = 0.2
 
-# Of the process, as are the interpreter's hooks.
+# State of the process, as are the interpreter's hooks.
 _lock = threading.Lock()
 _watched: list[Watch] = []
 #: Directories of managers whose constructors are running.

@@ -95,7 +95,7 @@ def _as_json(name: str, given: object) -> dict[str, object]:
         raise OptionError(f"{name}: expected a mapping, found {type(given).__name__}")
     try:
         return json.loads(json.dumps(dict(given), default=_number))
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # Of ``item()``, too.
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # ``item()`` too.
         raise OptionError(
             f"{name}: expected JSON values, found {reprlib.repr(given)}: {error}; pass numbers, "
             "strings, lists and dicts; convert arrays with .tolist()"

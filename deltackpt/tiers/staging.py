@@ -29,6 +29,7 @@ import functools
 import hashlib
 import os
 import re
+import time
 import uuid
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -353,7 +354,7 @@ class StagingDir:
                 holder=holder,
                 problem=f"its uploader is newer than this process: {error}, and restart it",
                 code=error.code,
-                problem_unix_secs=os.stat(path).st_mtime,
+                problem_unix_secs=time.time(),
             )
         except RestoreError:  # None yet, or lost in a power cut: the replicator rebuilds it.
             return TierProgress(holder=holder)

@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
         )
         console.rule("[bold]1. Train with a WAL record at every step; serve and check; kill -9")
         process = victim.start(quiet=True)
-        wait_for(lambda: len(records(victim.journal)) > 1, process)
+        demonstration.wait_until(lambda: len(records(victim.journal)) > 1, process)
         with server(victim.directory) as found:
             console.print(
                 f"lookups at http://127.0.0.1:{found['port']}, status at {found['status']}"
@@ -111,7 +111,9 @@ def run(options: argparse.Namespace) -> int:
             for checker in checkers:
                 checker.start()
             kill_step = random.Random(options.seed).randint(options.steps // 3, options.steps // 2)
-            wait_for(lambda: records(victim.journal)[-1]["step"] >= kill_step, process)
+            demonstration.wait_until(
+                lambda: records(victim.journal)[-1]["step"] >= kill_step, process
+            )
             process.kill()
             process.wait()
             console.print(f"[bold red]SIGKILL[/] to the trainer, process {process.pid}")
@@ -186,16 +188,6 @@ def server(directory: Path | str) -> Iterator[dict[str, Any]]:
 def records(path: Path) -> list[dict[str, Any]]:
     """Returns the trainer's journal entries about WAL records."""
     return journal.read(path, "logged") if path.exists() else []
-
-
-def wait_for(condition: Any, process: subprocess.Popen[bytes]) -> None:
-    """Waits; exits if the trainer ends before."""
-    is_over = False
-    while not condition():
-        if is_over:
-            sys.exit("the trainer finished too early")
-        is_over = process.poll() is not None
-        time.sleep(_POLL_SECS)
 
 
 def parsed() -> argparse.Namespace:

@@ -15,8 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,7 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from running import journal
-from running.demonstration import UNFINISHED
+from running.demonstration import UNFINISHED, wait_until
 from running.progress import Progress
 
 from loops import data, lineage
@@ -33,7 +32,6 @@ from loops.options import parsed
 
 #: Maximum number of steps of a start before it is killed.
 _STEPS_BEFORE_KILL = 16
-_POLL_SECS = 0.001
 _LOOPS = ("optax", "nnx")
 
 
@@ -112,16 +110,6 @@ class Run:
     def unfinished(self) -> list[Path]:
         """Returns the partly written steps."""
         return list(self.directory.glob(f"*{UNFINISHED}*"))
-
-
-def wait_until(happened: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    """Polls a condition while a process is running."""
-    is_over = False
-    while not happened():
-        if is_over:
-            raise RuntimeError(f"the loop exited with status {process.returncode} before its kill")
-        is_over = process.poll() is not None
-        time.sleep(_POLL_SECS)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -89,6 +89,16 @@ def kill_in_a_save(victim: Trainer, console: Console) -> list[str]:
             )
             return struck
         console.print(f"step {struck[-1]} was committed just before the kill: trying again")
+
+
+def wait_until(happened: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """Polls a condition while a process is running; raises RuntimeError if it ends before."""
+    is_over = False
+    while not happened():
+        if is_over:
+            raise RuntimeError(f"the trainer exited with status {process.returncode} too early")
+        is_over = process.poll() is not None
+        time.sleep(_POLL_SECS)
 
 
 def committed(directory: Path) -> list[int]:
